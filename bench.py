@@ -1,0 +1,216 @@
+"""
+How fast is it: train-step and decode throughput, FLOP/s or MFU, peak memory, of one model or of several in turn.
+
+    python bench.py                                              # the pocket model: train step and cached decoding
+    python bench.py --n_loop=2 --n_recur=2 --vs="--n_loop=1 --n_recur=4 --inject=none"     # A/B of two configs
+    python bench.py --n_embd=384 --batch_size=8 --nanogpt=PATH   # against a clone of karpathy/nanoGPT (fp32 and bf16)
+    python bench.py --n_embd=384 --what=decode --hf_gpt2         # against transformers' GPT-2: pip install transformers
+
+All flags of train.py that shape the model or the step are accepted. Each contender lives in its own process and they
+take turns, one measurement each, so that a machine whose speed drifts slows all of them alike; what to quote is the
+ratio column: the median over rounds of (time of this contender) / (time of the first). Leave the machine idle.
+"""
+import argparse
+import importlib.util
+import json
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from data.prepare import stop
+from model import LoopedLM
+from train import (clip_and_measure, config_of, keep_freed_memory, make_optimizers, parse, peak_flops, pick_device,
+                   pick_dtype)
+
+
+# --- contenders: each returns (measure, tokens per measurement, FLOPs per token or None) ---
+def ours(spec):
+    args, _ = parse(spec["flags"])
+    cfg = config_of(args, args.vocab_size or 4096)
+    device = pick_device(args.device)
+    if device == "cpu":
+        keep_freed_memory()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    model = LoopedLM(cfg).to(device)
+    if spec["what"] == "decode":
+        prompt = torch.zeros(1, 1, dtype=torch.long, device=device)
+        n = cfg.block_size - 1
+        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, cfg.flops_per_token(train=False)
+    if args.compile if args.compile is not None else device == "cuda":
+        model.compile_blocks()
+    optimizers = make_optimizers(model, args)
+    bf16 = pick_dtype(device, args.dtype) == "bfloat16"
+    batches = torch.randint(0, cfg.vocab_size, (2, args.batch_size, cfg.block_size), device=device)
+
+    def step():
+        for _ in range(args.grad_accum):
+            with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=bf16):
+                loss = model(*batches, loss=args.loss, norm_penalty=args.norm_penalty)[1]["loss"]
+            (loss / args.grad_accum).backward()
+        clip_and_measure(model, args.grad_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return timed(step, device), args.grad_accum * batches[0].numel(), cfg.flops_per_token()
+
+
+def nanogpt(spec):
+    """The model of a nanoGPT clone at the same depth, width, context, batch and vocabulary, with its own optimizer."""
+    args, _ = parse(spec["flags"])
+    cfg = config_of(args, args.vocab_size or 4096)
+    location = importlib.util.spec_from_file_location("nanogpt_model", Path(spec["path"]) / "model.py")
+    theirs = importlib.util.module_from_spec(location)
+    location.loader.exec_module(theirs)
+    torch.manual_seed(0)
+    model = theirs.GPT(theirs.GPTConfig(block_size=cfg.block_size, vocab_size=cfg.vocab_size, n_layer=cfg.depth(),
+                                        n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=0.0, bias=False))
+    if spec["what"] == "decode":
+        prompt, n = torch.zeros(1, 1, dtype=torch.long), cfg.block_size - 1
+        return timed(lambda: model.generate(prompt, n, top_k=1), "cpu"), n, None
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    x, y = torch.randint(0, cfg.vocab_size, (2, args.batch_size, cfg.block_size))
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16) if spec["bf16"] else nullcontext():
+            _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return timed(step, "cpu"), x.numel(), None
+
+
+def hf_gpt2(spec):
+    """transformers' GPT-2 of the same shape, greedy, with its own cache (decode only)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    args, _ = parse(spec["flags"])
+    cfg = config_of(args, args.vocab_size or 4096)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=cfg.vocab_size, n_positions=cfg.block_size, n_embd=cfg.n_embd,
+                                       n_layer=cfg.depth(), n_head=cfg.n_head, bos_token_id=0,
+                                       eos_token_id=None)).eval()
+    prompt, n = torch.zeros(1, 1, dtype=torch.long), cfg.block_size - 1
+    settings = dict(max_new_tokens=n, min_new_tokens=n, do_sample=False, use_cache=True, pad_token_id=0,
+                    attention_mask=torch.ones_like(prompt))
+    return timed(lambda: model.generate(prompt, **settings), "cpu"), n, None
+
+
+def timed(work, device):
+    """A function that does the work once and returns its seconds."""
+    def measure():
+        start = time.perf_counter()
+        work()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+    return measure
+
+
+# --- taking turns ---
+def worker(spec):
+    """Child process: warm up, then one measurement for every line on stdin."""
+    measure, tokens, flops = {"ours": ours, "nanogpt": nanogpt, "hf_gpt2": hf_gpt2}[spec["kind"]](spec)
+    for _ in range(spec["warmup"]):
+        measure()
+    print("@", json.dumps({"tokens": tokens, "flops": flops}), flush=True)
+    for _ in sys.stdin:
+        print("@", json.dumps(measure()), flush=True)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else \
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print("@", json.dumps(peak), flush=True)
+
+
+def answer(process):
+    """Next line of a worker that begins with @; the contenders print other things too."""
+    for line in process.stdout:
+        if line.startswith("@"):
+            return json.loads(line[1:])
+    stop(f"a contender ended early: {process.stderr.read().strip().splitlines()[-1:]}")
+
+
+def compare(contenders, rounds):
+    """Measure in turn; returns a row per contender: seconds (median), tok_per_s, flop_per_s, ratio to the first, MB."""
+    processes = []
+    for spec in contenders:                      # started one after the other: each warms up alone
+        processes.append(subprocess.Popen([sys.executable, __file__, "--worker", json.dumps(spec)], text=True,
+                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        spec.update(answer(processes[-1]))
+    times = [[] for _ in contenders]
+    for i in range(rounds):
+        for process, seconds in zip(processes, times):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            seconds.append(answer(process))
+        if sys.stderr.isatty():
+            print(f"\rround {i + 1}/{rounds}", end="", file=sys.stderr)
+    rows = []
+    for spec, process, seconds in zip(contenders, processes, times):
+        process.stdin.close()
+        median = statistics.median(seconds)
+        ratios = sorted(this / first for first, this in zip(times[0], seconds))
+        rows.append({"name": spec["name"], "what": spec["what"], "seconds": median,
+                     "tok_per_s": spec["tokens"] / median,
+                     "flop_per_s": spec["flops"] and spec["flops"] * spec["tokens"] / median,
+                     "ratio": statistics.median(ratios), "ratio_quartiles": [ratios[len(ratios) // 4],
+                                                                            ratios[-1 - len(ratios) // 4]],
+                     "peak_mb": answer(process) / 2 ** 20})
+        process.wait()
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
+    parser.add_argument("--what", choices=["train", "decode", "both"], default="both", help="default: both")
+    parser.add_argument("--vs", action="append", default=[], metavar="FLAGS", help="another config: flags added here")
+    parser.add_argument("--nanogpt", metavar="PATH", help="a clone of nanoGPT to compare with, on CPU")
+    parser.add_argument("--hf_gpt2", action="store_true", help="compare decoding with transformers' GPT-2")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each contender (default: 15)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    a, flags = parser.parse_known_args()
+    if a.worker:
+        return worker(json.loads(a.worker))
+    args, _ = parse(flags)                       # refuses bad flags before any process starts
+    config_of(args, 4096)
+    if a.nanogpt and not (Path(a.nanogpt) / "model.py").is_file():
+        stop(f"--nanogpt={a.nanogpt}: no model.py there; give a clone of github.com/karpathy/nanoGPT")
+    if a.hf_gpt2 and importlib.util.find_spec("transformers") is None:
+        stop("--hf_gpt2 needs the package transformers: pip install transformers")
+    rows = []
+    for what in ("train", "decode") if a.what == "both" else (a.what,):
+        base = {"what": what, "flags": flags, "warmup": 3 if what == "train" else 1}
+        contenders = [{**base, "kind": "ours", "name": "nanoloop " + " ".join(flags)}]
+        for extra in a.vs:
+            contenders.append({**base, "kind": "ours", "name": f"  with {extra}", "flags": flags + shlex.split(extra)})
+            config_of(parse(contenders[-1]["flags"])[0], 4096)
+        if a.nanogpt:
+            contenders += [{**base, "kind": "nanogpt", "path": a.nanogpt, "bf16": bf16, "name": f"nanoGPT {label}"}
+                           for bf16, label in ((False, "fp32"), (True, "bf16 autocast"))[:2 if what == "train" else 1]]
+        if a.hf_gpt2 and what == "decode":
+            contenders.append({**base, "kind": "hf_gpt2", "name": "transformers GPT-2, cached"})
+        rows += compare(contenders, max(3, a.rounds // 3) if what == "decode" else a.rounds)
+    peak = peak_flops(args, pick_device(args.device))
+    print(f"{'':6s} {'median':>9s} {'tokens/s':>9s} {'GFLOP/s':>8s} {'MFU':>6s} {'ratio (quartiles)':>20s} "
+          f"{'peak MB':>8s}")
+    for r in rows:
+        q, rate = r["ratio_quartiles"], r["flop_per_s"]
+        print(f"{r['what']:6s} {1e3 * r['seconds']:7.0f}ms {r['tok_per_s']:9.0f} "
+              f"{f'{rate / 1e9:.1f}' if rate else '-':>8s} "
+              f"{f'{100 * rate / peak:.1f}%' if peak and rate else '-':>6s} {r['ratio']:7.2f} ({q[0]:.2f}..{q[1]:.2f})"
+              f"{r['peak_mb']:9.0f}  {r['name']}")
+    if a.json:
+        Path(a.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

