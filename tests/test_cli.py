@@ -63,6 +63,25 @@ def test_resume_command_goes_on(run, tiny):
     assert again.returncode == 0 and "is complete" in again.stdout
 
 
+def test_a_planned_sweep_trains_and_is_collected(run, tmp_path):
+    """plan -> the shell -> collect: every line runs as printed, and collect skips the run that is not finished."""
+    plan = run("fit_law.py", "plan", "--preset=pocket", "--budgets", "1e9", "--widths", "32", "--loops", "1", "4")
+    lines = [line.split("  #")[0] for line in plan.stdout.splitlines()]
+    assert plan.returncode == 0 and len(lines) == 2
+    for line in lines:
+        r = run("train.py", *shlex.split(line)[2:], "--eval_tokens=256", cwd=tmp_path)
+        assert r.returncode == 0, r.stderr
+    folders = sorted((tmp_path / "out" / "pocket").iterdir())
+    (tmp_path / "unfinished").mkdir()
+    r = run("fit_law.py", "collect", *folders, tmp_path / "unfinished")
+    assert r.returncode == 0 and "skipped" in r.stderr and "unfinished" in r.stderr
+    header, *rows = [line.split(",") for line in r.stdout.splitlines()]
+    assert [row[header.index("n_loop")] for row in rows] == ["1", "4"]
+    (tmp_path / "runs.csv").write_text(r.stdout, encoding="utf-8")
+    r = run("fit_law.py", "fit", tmp_path / "runs.csv")
+    assert r.returncode == 2 and "at least 10 runs" in r.stderr
+
+
 def test_bench_writes_its_rows(run, tmp_path):
     r = run("bench.py", "--n_embd=32", "--head_dim=16", "--block_size=32", "--batch_size=1", "--rounds=3",
             "--device=cpu", "--vs=--n_loop=2", f"--json={tmp_path / 'b.json'}")
