@@ -127,7 +127,8 @@ PRESETS = {
 
 
 def parse(argv=None):
-    """Flags of one run: (args, given), args complete, given only what preset and command line say explicitly."""
+    """Flags of one run: (args, given), args complete, given only those that the command line asks for, by name or with
+    a --preset."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
@@ -146,7 +147,9 @@ def parse(argv=None):
     name = line.get("preset", DEFAULTS["preset"])
     if name not in PRESETS:
         stop(f"--preset={name}: choose one of {', '.join(PRESETS)}")
-    return complete(line), {**(PRESETS[name] if "preset" in line else {}), **line}
+    args = complete(line)
+    asked = {*line, *(PRESETS[name].keys() - set(HORIZON) if "preset" in line else ())}
+    return args, {name: getattr(args, name) for name in asked}
 
 
 def complete(line):
@@ -210,7 +213,7 @@ def duration(seconds):
 # --- machine ---
 def keep_freed_memory():
     """Tell glibc to keep freed memory instead of returning it to the system. Otherwise every large activation is mapped
-    and page-faulted anew in each step, a quarter of the step on CPU (results/bench.md). No effect elsewhere."""
+    and page-faulted anew in each step, a tenth of its time on CPU (results/bench.md). No effect elsewhere."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 2 ** 30)                     # M_MMAP_THRESHOLD: serve blocks up to 1 GiB from the heap
@@ -404,7 +407,7 @@ def load_model(ckpt, device="cpu"):
 def check_same_run(given, saved, where, resume):
     """A run goes on with the flags it began with: a flag that says otherwise is an error, not silently dropped."""
     for name, value in given.items():
-        may_differ = name in FREE or (resume and name in HORIZON) or (name, value) == ("n_head", 0)
+        may_differ = name in FREE or (resume and name in HORIZON)
         if not may_differ and saved.get(name, value) != value:
             stop(f"--{name}={value} contradicts {where}, begun with {name}={saved[name]}: drop the flag, or choose "
                  f"another --out_dir")

@@ -71,6 +71,8 @@ def test_a_planned_sweep_trains_and_is_collected(run, tmp_path):
     for line in lines:
         r = run("train.py", *shlex.split(line)[2:], "--eval_tokens=256", cwd=tmp_path)
         assert r.returncode == 0, r.stderr
+    again = run("train.py", *shlex.split(lines[0])[2:], cwd=tmp_path)
+    assert again.returncode == 0 and "is complete" in again.stdout, again.stderr
     folders = sorted((tmp_path / "out" / "pocket").iterdir())
     (tmp_path / "unfinished").mkdir()
     r = run("fit_law.py", "collect", *folders, tmp_path / "unfinished")

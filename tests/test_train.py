@@ -120,6 +120,21 @@ def test_longer_horizon_extends_a_complete_run(tiny, tmp_path, capsys):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 25 * 4 * 32
 
 
+def test_the_same_line_with_a_preset_and_a_horizon_goes_on(tiny, tmp_path, monkeypatch, capsys):
+    """A preset counts as asked for, except its horizon where the line gives another one."""
+    line = ["--preset=pocket", *[f for f in tiny("--n_head=0") if not f.startswith("--max_steps")], "--max_tokens=1280"]
+    with monkeypatch.context() as m:
+        interrupt_at(m, 5)
+        with pytest.raises(SystemExit):
+            train(line)
+    train(line)
+    assert int(rows(tmp_path / "run")[-1]["step"]) == 10
+    train(line)
+    assert "is complete" in capsys.readouterr().out
+    with pytest.raises(SystemExit):                        # the preset's own horizon, explicitly, is another run
+        train([f for f in line if not f.startswith("--max_tokens")] + ["--max_steps=700"])
+
+
 def test_contradicting_flags_are_an_error(tiny, tmp_path, capsys):
     train(tiny())
     before = (tmp_path / "run" / "ckpt.pt").read_bytes()
