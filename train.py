@@ -19,6 +19,8 @@ import csv
 import ctypes
 import json
 import math
+import shlex
+import shutil
 import signal
 import time
 from dataclasses import asdict, fields
@@ -30,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data.prepare import load_tokenizer, prepare, stop, token_bytes, write_atomic
+from data.prepare import load_tokenizer, prepare, read_json, stop, token_bytes, write_atomic
 from model import Config, LoopedLM
 
 ROOT = Path(__file__).resolve().parent
@@ -99,9 +101,11 @@ HORIZON = ("max_steps", "max_tokens", "max_flops")
 CHOICES = {"inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
            "optimizer": ("muon", "adamw"), "schedule": ("cosine", "linear", "wsd", "constant"),
            "dtype": ("", "bfloat16", "float32")}
-# flags that change neither the model nor its training: a resumed run may change them
-FREE = {"preset", "out_dir", "data", "resume", "log_interval", "eval_interval", "eval_tokens", "device", "dtype",
-        "compile", "threads", "peak_tflops", "head_dim"}
+# what may change when a run goes on: not the model, nor its training up to rounding; the data is compared by its hash
+FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
+        "dtype", "compile", "threads", "peak_tflops", "head_dim"}
+# and with --resume also these
+EXTENDABLE = {*HORIZON, "learning_rate"}
 
 ISODEPTH = dict(n_embd=640, head_dim=128, block_size=2048, n_prelude=2, n_coda=2, batch_size=32, grad_accum=4,
                 data="fineweb-edu-32000", max_flops=1e18, weight_decay=0.0,
@@ -148,7 +152,9 @@ def parse(argv=None):
     if name not in PRESETS:
         stop(f"--preset={name}: choose one of {', '.join(PRESETS)}")
     args = complete(line)
-    asked = {*line, *(PRESETS[name].keys() - set(HORIZON) if "preset" in line else ())}
+    asked = {*line, *(PRESETS[name].keys() - EXTENDABLE if "preset" in line else ())}
+    if "head_dim" in asked:
+        asked.add("n_head")
     return args, {name: getattr(args, name) for name in asked}
 
 
@@ -161,15 +167,20 @@ def complete(line):
     if any(line.get(h) for h in HORIZON):
         preset = {k: v for k, v in preset.items() if k not in HORIZON}
     a = {**DEFAULTS, **preset, **line}
+    if not any(a[h] for h in HORIZON):
+        stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
     a["out_dir"] = a["out_dir"] or f"out/{a['preset']}"
     a["n_head"] = a["n_head"] or max(1, a["n_embd"] // max(1, a["head_dim"]))
     for name in ("batch_size", "grad_accum", "eval_tokens", "log_interval"):
         if a[name] < 1:
             stop(f"--{name}={a[name]}: must be at least 1")
-    for name in ("learning_rate", "embed_lr", "weight_decay", "grad_clip", "warmup_steps", "final_lr", "norm_penalty",
-                 "eval_interval", *HORIZON):
+    for name in ("learning_rate", "embed_lr", "weight_decay", "grad_clip", "warmup_steps", "norm_penalty",
+                 "eval_interval", "threads", "peak_tflops", *HORIZON):
         if not 0 <= a[name] < math.inf:
             stop(f"--{name}={a[name]}: must be a finite number and not negative")
+    for name, below in (("beta2", 1), ("final_lr", 1 + 1e-9), ("seed", 2 ** 63)):
+        if not 0 <= a[name] < below:
+            stop(f"--{name}={a[name]}: must be at least 0 and at most {round(below)}")
     return argparse.Namespace(**a)
 
 
@@ -225,7 +236,7 @@ def keep_freed_memory():
 def pick_device(asked=""):
     if asked:
         try:
-            torch.zeros(1, device=asked)
+            torch.zeros(1, device=asked).item()
         except (RuntimeError, AssertionError) as e:
             stop(f"--device={asked}: not usable on this machine ({str(e).splitlines()[0][:120]})")
         return asked
@@ -260,8 +271,7 @@ def try_compile(model, idx, autocast):
             model(idx, idx)[1]["loss"].backward()
     except Exception as e:                       # whatever the compiler raises, the eager model still works
         print(f"warning: torch.compile failed ({type(e).__name__}), training eagerly", file=sys.stderr)
-        for block in [*model.prelude, *model.recur, *model.coda]:
-            block._compiled_call_impl = None
+        model.compile_blocks(on=False)
     model.zero_grad(set_to_none=True)
 
 
@@ -270,13 +280,18 @@ def open_data(args):
     """(folder, meta) of the prepared corpus, checked against its meta.json; the default one is prepared if absent."""
     name = f"sotu-{args.vocab_size or 4096}" if args.data == "sotu" else args.data
     folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
-    if folder is None and args.data == "sotu":
-        folder = prepare(vocab_size=args.vocab_size or 4096)
+    if folder is None and args.data == "sotu":   # moved into place whole: another process may be doing the same
+        folder, temporary = ROOT / "data" / name, ROOT / "data" / f"{name}.{os.getpid()}.tmp"
+        prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
+        try:
+            os.rename(temporary, folder)
+        except OSError:                          # the other one was faster
+            shutil.rmtree(temporary)
     if folder is None:
         known = sorted(m.parent.name for m in ROOT.glob("data/*/meta.json"))
         stop(f"--data={args.data}: no prepared corpus there; prepared are {', '.join(['sotu', *known])}; "
              f"data/prepare.py makes others")
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta = read_json(folder / "meta.json")
     if args.vocab_size not in (0, meta["vocab_size"]):
         stop(f"--vocab_size={args.vocab_size}: the corpus {folder} has {meta['vocab_size']} tokens; drop the flag")
     for split in ("train", "val"):
@@ -378,9 +393,13 @@ def clip_and_measure(model, grad_clip):
 # --- checkpoint ---
 def save_checkpoint(path, **state):
     """Tensors and plain Python only, so that it loads without running code; renamed into place when complete."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as e:         # a full disk is a RuntimeError to torch
+        temporary.unlink(missing_ok=True)
+        stop(f"{path}: could not be written ({str(e).splitlines()[0][:120]}); an older one is as it was")
 
 
 def load_checkpoint(ckpt, device="cpu"):
@@ -404,31 +423,33 @@ def load_model(ckpt, device="cpu"):
     return model.eval(), state
 
 
-def check_same_run(given, saved, where, resume):
-    """A run goes on with the flags it began with: a flag that says otherwise is an error, not silently dropped."""
+def check_same_run(given, saved, data_sha256, where, resume):
+    """A run goes on with the flags and data it began with: what says otherwise is an error, not silently dropped."""
+    if saved["data_sha256"] != data_sha256:
+        stop(f"--data: not the corpus that {where} was trained on; choose another --out_dir")
     for name, value in given.items():
-        may_differ = name in FREE or (resume and name in HORIZON)
-        if not may_differ and saved.get(name, value) != value:
-            stop(f"--{name}={value} contradicts {where}, begun with {name}={saved[name]}: drop the flag, or choose "
-                 f"another --out_dir")
+        may_differ = name in FREE or (resume and name in EXTENDABLE)
+        if not may_differ and saved["args"].get(name, value) != value:
+            stop(f"--{name}={value} contradicts {where}, begun with {name}={saved['args'][name]}: drop the flag, or "
+                 f"choose another --out_dir")
 
 
 # --- what a run leaves behind ---
 def open_metrics(path, step, columns):
-    """A function that appends one row to metrics.csv. Rows behind the checkpoint at step are dropped: the resumed run
+    """A function that appends rows to metrics.csv. Those behind the checkpoint at step are dropped: the resumed run
     writes them again."""
     kept = []
     if step and path.is_file():
         with open(path, newline="", encoding="utf-8") as f:
-            kept = [row for row in csv.DictReader(f) if int(row["step"]) <= step]
-    file = open(path, "w", newline="", encoding="utf-8")
-    writer = csv.DictWriter(file, columns, restval="")
-    writer.writeheader()
-    writer.writerows(kept)
+            kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
 
-    def write(**row):
-        writer.writerow(row)
-        file.flush()
+    def write(*rows, mode="a"):
+        with open(path, mode, newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, columns, restval="", extrasaction="ignore")
+            if mode == "w":
+                writer.writeheader()
+            writer.writerows(rows)
+    write(*kept, mode="w")
     return write
 
 
@@ -462,6 +483,7 @@ def plot_loss(out, title):
 def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
     """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
     model.eval()
+    model.compile_blocks(on=False)
     start = torch.tensor([[encoding.eot_token]], device=model.table.device)
     generator = torch.Generator(device=model.table.device).manual_seed(args.seed)
     ids = model.generate(start, min(200, cfg.block_size), temperature=0.8, top_k=50, generator=generator)
@@ -486,42 +508,46 @@ def train(args, given):
     master = rank == 0
     out = Path(args.out_dir)
     summary, ckpt_path = out / "summary.json", out / "ckpt.pt"
+    if "data" not in given and (out / "config.json").is_file():
+        begun = read_json(out / "config.json")["args"]
+        args.data, args.vocab_size = begun["data"], given.get("vocab_size", begun["vocab_size"])
+    config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
+    folder, meta = open_data(args)
+    data_sha256 = meta["splits"]["train"]["sha256"]
     if summary.is_file() and not args.resume:
-        done = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        check_same_run(given, done["args"], out, False)
+        check_same_run(given, read_json(out / "config.json"), data_sha256, out, False)
         if master:
-            print(f"{out} is complete (val {json.loads(summary.read_text())['val_bpb']:.4f} bits/byte): nothing to do; "
+            print(f"{out} is complete (val {read_json(summary)['val_bpb']:.4f} bits/byte): nothing to do; "
                   f"--resume with a longer horizon goes on, another --out_dir starts anew")
         return
+    state = None
+    if ckpt_path.is_file():
+        state = load_checkpoint(ckpt_path)
+        if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
+            stop(f"{ckpt_path}: holds weights but no optimizer, so training cannot go on; choose another --out_dir")
+        check_same_run(given, state, data_sha256, ckpt_path, args.resume)
+        changed = {name: given[name] for name in FREE & given.keys()}
+        if args.resume:
+            changed.update({name: given[name] for name in EXTENDABLE & given.keys()})
+            if any(given.get(h) for h in HORIZON):
+                changed.update({h: given.get(h, 0) for h in HORIZON})
+        args = argparse.Namespace(**{**state["args"], **changed, "out_dir": args.out_dir})
+    elif args.resume:
+        stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
+    if args.batch_size % world:
+        stop(f"--batch_size={args.batch_size} does not divide over {world} processes: "
+             f"the nearest that does is {max(1, round(args.batch_size / world)) * world}")
+
     device = pick_device(args.device)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
         if device == "cuda":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
-    if args.batch_size % world:
-        stop(f"--batch_size={args.batch_size} does not divide over {world} processes: "
-             f"the nearest that does is {max(1, round(args.batch_size / world)) * world}")
     if args.threads:
         torch.set_num_threads(args.threads)
     if device == "cpu":
         keep_freed_memory()
-
-    state = None
-    if ckpt_path.is_file():
-        state = load_checkpoint(ckpt_path, device)
-        check_same_run(given, state["args"], ckpt_path, args.resume)
-        free = {name: given[name] for name in FREE & given.keys()}
-        horizon = {h: given.get(h, 0) for h in HORIZON} if args.resume and any(given.get(h) for h in HORIZON) else {}
-        args = argparse.Namespace(**{**state["args"], **free, **horizon, "out_dir": args.out_dir})
-        if "optimizers" not in state:
-            stop(f"{ckpt_path}: holds weights but no optimizer, so training cannot go on; choose another --out_dir")
-    elif args.resume:
-        stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
-    folder, meta = open_data(args)
-    data_sha256 = meta["splits"]["train"]["sha256"]
-    if state and state["data_sha256"] != data_sha256:
-        stop(f"--data={args.data}: not the corpus that {ckpt_path} was trained on; choose another --out_dir")
     encoding = load_tokenizer(folder)
     lengths = token_bytes(encoding)
     cfg = config_of(args, meta["vocab_size"])
@@ -542,16 +568,21 @@ def train(args, given):
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         step, wall_s = state["step"], state["wall_s"]
+        if step > max_steps:
+            stop(f"{ckpt_path} is at step {step}, past the {max_steps} steps asked for: give a longer horizon")
     if args.compile if args.compile is not None else device_type == "cuda":
-        try_compile(model, torch.zeros(1, cfg.block_size, dtype=torch.long, device=device), autocast)
+        example = torch.zeros(args.batch_size // world, cfg.block_size, dtype=torch.long, device=device)
+        try_compile(model, example, autocast)
     ddp = DistributedDataParallel(model) if world > 1 else model
 
     if master:
         try:
             out.mkdir(parents=True, exist_ok=True)
+            if step < max_steps:
+                summary.unlink(missing_ok=True)  # of a complete run that is extended: not complete any more
             plain = dict(config=asdict(cfg), args=vars(args), torch=torch.__version__, python=sys.version.split()[0],
                          data_sha256=data_sha256, val_sha256=meta["splits"]["val"]["sha256"],
-                         command=" ".join(["python", *sys.argv]))
+                         command=shlex.join(["python", *sys.argv]))
             write_atomic(out / "config.json", json.dumps(plain, indent=1).encode())
         except OSError as e:
             stop(f"--out_dir={out}: cannot write there ({e.strerror}); choose another folder")
@@ -565,7 +596,7 @@ def train(args, given):
               f"{device}, {dtype}, {torch.get_num_threads()} threads"
               + (f", {world} processes" if world > 1 else "") + (f"; going on from step {step}" if step else ""))
         passes = range(1, cfg.n_loop + 1)
-        write_row = open_metrics(out / "metrics.csv", step, [
+        write_rows = open_metrics(out / "metrics.csv", step, [
             "step", "tokens", "flops", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s",
             *(f"val_ce_{k}" for k in passes if args.loss == "per_loop"), *(f"val_norm_{k}" for k in passes)])
 
@@ -573,7 +604,14 @@ def train(args, given):
     previous = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
     peak = peak_flops(args, device) * world
 
+    def refuse_to_go_on(what):
+        kept = f"{ckpt_path} keeps the last good weights" if ckpt_path.is_file() else "no checkpoint was written yet"
+        stop(f"step {step}: {what} is not finite; {kept}: --resume with a lower --learning_rate goes on from there, "
+             f"more --warmup_steps need another --out_dir")
+
     def save():
+        if not all(p.isfinite().all() for p in model.parameters()):
+            refuse_to_go_on("a weight")
         if master:
             save_checkpoint(ckpt_path, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
                             step=step, wall_s=wall_s, config=asdict(cfg), args=vars(args), data_sha256=data_sha256)
@@ -611,9 +649,7 @@ def train(args, given):
             dist.all_reduce(report)
         train_loss, grad_norm, stopping = report.tolist()
         if not math.isfinite(train_loss + grad_norm):
-            save()                               # the weights are those before the bad step
-            stop(f"step {step}: the loss is {train_loss}, the gradient {grad_norm}; {ckpt_path} keeps the weights "
-                 f"before it; lower --learning_rate or raise --warmup_steps, and choose another --out_dir")
+            refuse_to_go_on(f"the loss ({train_loss}) or the gradient ({grad_norm})")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -627,6 +663,8 @@ def train(args, given):
             tick = time.perf_counter()
             val = validate()
             wall_s += time.perf_counter() - tick
+            if not math.isfinite(val["loss"]):
+                refuse_to_go_on("the validation loss")
         if master and (evaluates or step % args.log_interval == 0):
             speed = tokens_per_step * window_steps / window
             window, window_steps = 0.0, 0
@@ -637,7 +675,7 @@ def train(args, given):
                 row.update({f"val_norm_{k}": n for k, n in enumerate(val["norm"], 1)})
                 if args.loss == "per_loop":
                     row.update({f"val_ce_{k}": ce for k, ce in enumerate(val["ce"], 1)})
-            write_row(**row)
+            write_rows(row)
             eta = (time.time() - begun) / (step - first) * (max_steps - step)
             mfu = f" {100 * F * speed / peak:.1f}% MFU" if peak else ""
             seen = f" val {val['bpb']:.3f} bits/byte" if val else ""
@@ -662,4 +700,5 @@ def train(args, given):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")     # a sample may hold characters that the terminal's encoding lacks
     train(*parse())

@@ -40,6 +40,13 @@ def stop(sentence):
     raise SystemExit(2)
 
 
+def read_json(path):
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        stop(f"{path}: missing or damaged; make its folder again")
+
+
 # --- corpora: each yields (split, document) ---
 def split_by_document(documents):
     """Every 20th document to test, the ones half way between to val: 90/5/5, the same however training data grows."""
@@ -59,22 +66,22 @@ def sotu():
 
 
 def own_text(paths):
-    """A document is a file; fewer than 20 files are cut at line ends into 100 pieces, so that each split gets some."""
+    """A document is a file; fewer than 20 files are cut into 100 pieces, at line ends where there are any, so that each
+    split gets some."""
     texts = []
     for path in paths:
         try:
-            texts.append(Path(path).read_text(encoding="utf-8"))
+            with open(path, encoding="utf-8", newline="") as f:                    # line ends as they are: bytes count
+                texts.append(f.read())
         except (OSError, UnicodeDecodeError) as e:
             stop(f"--input {path}: {e}; give plain UTF-8 text files")
     if len(texts) < 20:
         text = "\n".join(texts)
-        pieces, position = {}, 0
-        for line in text.splitlines(keepends=True):
-            pieces.setdefault(100 * position // len(text), []).append(line)
-            position += len(line)
-        texts = ["".join(piece) for piece in pieces.values()]
-    if len(texts) < 11:
-        stop(f"--input: {len(texts)} pieces of text are too few to split into train, val and test: give longer text")
+        size = len(text) // 100
+        if size < 20:
+            stop(f"--input: {len(text)} characters are too few to split into train, val and test: give longer text")
+        ends = [text.find("\n", i * size, (i + 1) * size) + 1 or i * size for i in range(1, 100)]
+        texts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
     return split_by_document(texts)
 
 
@@ -145,9 +152,12 @@ def gpt2_encoding(timeout_s=60):
 
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder, from its own files: no network."""
-    meta = json.loads(Path(folder, "meta.json").read_text(encoding="utf-8"))
-    lines = Path(folder, "tokenizer.tiktoken").read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    meta = read_json(Path(folder, "meta.json"))
+    path = Path(folder, "tokenizer.tiktoken")
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != meta["tokenizer_sha256"]:
+        stop(f"{path}: missing, or not the tokenizer of meta.json; run data/prepare.py again")
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, content.splitlines())}
     return tiktoken.Encoding(meta["tokenizer"], pat_str=meta["pat_str"], mergeable_ranks=ranks,
                              special_tokens={EOT: meta["eot"]})
 
@@ -182,7 +192,12 @@ class TokenFile:
 
 
 def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None):
-    """Write one prepared folder and return its path. max_tokens bounds the training split (0: all of it)."""
+    """Write one prepared folder and return its path. max_tokens bounds the training split of a streamed data set."""
+    if max_tokens < 0 or (max_tokens and (inputs or dataset == "sotu")):
+        stop("--max_tokens bounds a streamed data set and is not negative: give it with --dataset wikitext103 or "
+             "fineweb-edu")
+    if hub_path and (inputs or dataset == "sotu"):
+        stop("--hub_path is where a --dataset of the hub is read from: give it with wikitext103 or fineweb-edu")
     if inputs:
         dataset, stream = Path(inputs[0]).stem, own_text(inputs)
     else:
@@ -245,13 +260,13 @@ def main(argv=None):
     parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe",
                         help="bpe: trained on the training split (default); gpt2: tiktoken's, 50,257 tokens")
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained bpe (default: 4096)")
-    parser.add_argument("--max_tokens", type=float, default=0, help="stop after so many training tokens (0: no limit)")
+    parser.add_argument("--max_tokens", type=float, default=0, help="training tokens of a streamed data set (0: all)")
     parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB)")
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
     parser.error = stop
     a = parser.parse_args(argv)
     out = prepare(a.dataset, a.vocab_size, a.tokenizer, a.input, a.max_tokens, a.out_dir, a.hub_path)
-    meta = json.loads((out / "meta.json").read_text(encoding="utf-8"))
+    meta = read_json(out / "meta.json")
     print(f"{out}: vocabulary {meta['vocab_size']}, {meta['dtype']}")
     for split, s in meta["splits"].items():
         print(f"  {split:5s} {s['documents']:>7,} documents {s['tokens']:>13,} tokens "

@@ -266,6 +266,14 @@ def test_cached_decoding_equals_uncached(r, prompt, inject):
     assert torch.equal(model.generate(tokens(T=prompt), **greedy, use_cache=False), idx)
 
 
+def test_state_stays_in_full_precision_under_autocast():
+    for inject in ("none", "add", "linear"):
+        model = small(inject=inject)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            states = model.loop_states(tokens(), model.context(tokens(), 3, None), 3)
+        assert all(h.dtype == torch.float32 for h in states), inject
+
+
 def test_number_of_passes_changes_the_output():
     model = small(inject="none", n_loop=4)
     assert not torch.allclose(model(tokens(), n_loop=2)[0], model(tokens())[0])
@@ -303,6 +311,10 @@ def test_what_cannot_be_run_is_refused_in_a_sentence():
             model(tokens(), n_loop=bad)
     with pytest.raises(ValueError, match="cache was made for 4 passes"):
         model(tokens(T=1), n_loop=2, cache=cache)
+    with pytest.raises(ValueError, match="targets and a cache"):
+        model(tokens(T=1), tokens(T=1), cache=cache)
+    with pytest.raises(ValueError, match="terminal or per_loop"):
+        model(tokens(), tokens(), loss="perloop")
     with pytest.raises(ValueError, match="prompt is empty"):
         model.generate(tokens()[:, :0], 3)
 
@@ -317,7 +329,7 @@ def test_config_refuses_bad_combinations(bad, why):
 
 
 # --- compile ---
-def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies():
+def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies(monkeypatch):
     """More values of r than torch's recompile limit of 8; the eager backend counts graphs without a C++ compiler."""
     graphs = []
 
@@ -326,6 +338,10 @@ def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies():
         return graph.forward
     model = small(inject="none")
     names, before = list(model.state_dict()), model(tokens(), tokens())[0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    real = model(tokens(), tokens())[0]                    # the real-valued rotation that compilers get
+    monkeypatch.undo()
+    torch.testing.assert_close(real, before)
     torch._dynamo.reset()
     for block in (*model.prelude, *model.recur, *model.coda):
         block.compile(backend=backend)
@@ -336,4 +352,7 @@ def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies():
         model(tokens(), tokens(), n_loop=r)
     assert len(graphs) == seen
     assert list(model.state_dict()) == names
+    model.compile_blocks(on=False)
+    model.generate(tokens(), 8)                            # decoding is eager: every step has another shape
+    assert len(graphs) == seen
     torch._dynamo.reset()

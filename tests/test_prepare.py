@@ -96,6 +96,29 @@ def test_own_files(tmp_path):
     out = P.prepare(vocab_size=280, inputs=[single], out_dir=tmp_path / "one")
     assert sum(s["bytes"] for s in meta_of(out)["splits"].values()) == single.stat().st_size
     assert all(s["tokens"] > 100 for s in meta_of(out)["splits"].values())
+    dos = tmp_path / "dos.txt"                             # one endless line, and line ends of two bytes
+    dos.write_bytes(b"word " * 3000 + b"\r\nmore\r\n" * 100)
+    out = P.prepare(vocab_size=260, inputs=[dos], out_dir=tmp_path / "dos")
+    assert sum(s["bytes"] for s in meta_of(out)["splits"].values()) == dos.stat().st_size
+    assert all(s["documents"] >= 5 for s in meta_of(out)["splits"].values())
+
+
+def test_changed_tokenizer_file_is_noticed(tmp_path):
+    source = tmp_path / "t.txt"
+    source.write_text("hello there again\n" * 500, encoding="utf-8")
+    out = P.prepare(vocab_size=260, inputs=[source], out_dir=tmp_path / "out")
+    (out / "tokenizer.tiktoken").write_bytes((out / "tokenizer.tiktoken").read_bytes()[:-20])
+    with pytest.raises(SystemExit):
+        P.load_tokenizer(out)
+
+
+def test_two_tokenizers_count_the_same_bytes(sotu, tmp_path):
+    small = P.prepare(vocab_size=512, out_dir=tmp_path / "small")
+    counts = []
+    for folder in (sotu, small):
+        ids = np.fromfile(folder / "val.bin", dtype="uint16")
+        counts.append(P.token_bytes(P.load_tokenizer(folder))[ids].sum())
+    assert counts[0] == counts[1]
 
 
 def test_default_and_own_text_need_no_network(tmp_path, monkeypatch):
@@ -170,7 +193,7 @@ def test_hub_reads_a_local_copy_with_the_real_library(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flags, says", [
     (["--dataset=nosuch"], "invalid choice"), (["--vocab_size=100"], "at least 257"),
-    (["--input", "nosuch.txt"], "nosuch.txt"), (["--out_dir=/proc/x"], "/proc/x"), (["--vocab_size=many"], "vocab_size")])
+    (["--input", "nosuch.txt"], "nosuch.txt"), (["--max_tokens=1e4"], "max_tokens"), (["--out_dir=/proc/x"], "/proc/x"), (["--vocab_size=many"], "vocab_size")])
 def test_bad_input_is_one_sentence(run, flags, says):
     r = run("data/prepare.py", *flags)
     assert r.returncode == 2 and says in r.stderr and r.stderr.count("\n") == 1 and "Traceback" not in r.stderr

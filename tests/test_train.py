@@ -267,6 +267,8 @@ def test_schedule_rises_then_never_rises(schedule, warmup, steps):
     up, down = lr[:warmup], lr[warmup:]
     assert all(a < b for a, b in zip(up, up[1:])) and all(a >= b for a, b in zip(down, down[1:]))
     assert 0 < min(lr) and max(lr) <= 1
+    if (schedule, warmup, steps) == ("cosine", 10, 50):    # half way down, half way between peak and end
+        assert (lr[29] + lr[30]) / 2 == pytest.approx(0.55, abs=1e-3)
     if steps - 1 > warmup:
         assert max(lr) == 1 and lr[-1] == pytest.approx(1 if schedule == "constant" else 0.1) == min(down)
 
@@ -377,20 +379,118 @@ def test_checkpoint_of_a_bf16_run_generates_on_cpu_in_fp32(tiny, tmp_path):
     assert model.generate(torch.zeros(1, 1, dtype=torch.long), 5).shape == (1, 6)
 
 
-def test_nan_stops_the_run_and_keeps_the_last_good_weights(tiny, tmp_path, monkeypatch, capsys):
+def stops(flags, capsys):
+    """Train, expect exit status 2 and one line on stderr; returns that line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        train(flags)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1, err
+    return err
+
+
+def test_nan_gradient_keeps_the_last_good_checkpoint(tiny, tmp_path, monkeypatch, capsys):
     original, calls = T.clip_and_measure, []
 
     def poisoned(model, limit):
         calls.append(1)
         return original(model, limit) * (math.nan if len(calls) == 15 else 1)
-    monkeypatch.setattr(T, "clip_and_measure", poisoned)
-    with pytest.raises(SystemExit) as e:
-        train(tiny())
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and "step 14" in err and err.count("\n") == 1
-    state = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
-    assert state["step"] == 14 and all(torch.isfinite(p).all() for p in state["model"].values())
+    with monkeypatch.context() as m:
+        m.setattr(T, "clip_and_measure", poisoned)
+        assert "step 14" in stops(tiny(), capsys)
+    assert torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)["step"] == 10
     assert not (tmp_path / "run" / "summary.json").exists()
+    train(tiny("--resume", "--learning_rate=1e-4"))        # the way out that the sentence names
+    assert float(rows(tmp_path / "run")[10]["lr"]) < 1e-4
+
+
+@pytest.mark.parametrize("poison_at", [13, 20])
+def test_ruined_weights_are_not_saved(tiny, tmp_path, monkeypatch, capsys, poison_at):
+    """An update that ruins the weights shows in the next loss, or, at the last step, in the evaluation."""
+    original, calls = T.lr_at, []
+
+    def rate(step, args, max_steps):
+        return 1e38 if step == poison_at - 1 else original(step, args, max_steps)
+    monkeypatch.setattr(T, "lr_at", rate)
+    assert "keeps the last good weights" in stops(tiny("--optimizer=adamw", "--grad_clip=0"), capsys)
+    state = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+    assert state["step"] == 10 and all(torch.isfinite(p).all() for p in state["model"].values())
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_an_interrupted_extension_is_not_complete(tiny, tmp_path, monkeypatch, capsys):
+    train(tiny())
+    with monkeypatch.context() as m:
+        interrupt_at(m, 3)
+        with pytest.raises(SystemExit):
+            train([*tiny(), "--max_steps=40", "--resume"])
+    assert not (tmp_path / "run" / "summary.json").exists()
+    train([*tiny(), "--max_steps=40"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] == 40 * 4 * 32
+    assert "past the 5 steps" in stops([*tiny(), "--max_steps=5", "--resume"], capsys)
+
+
+def test_other_data_and_too_many_processes_are_refused(tiny, tmp_path, monkeypatch, capsys):
+    from data.prepare import prepare
+    text = tmp_path / "other.txt"
+    text.write_text("".join(f"another text, line {i} of it, with {i * i % 97} words\n" for i in range(3000)))
+    other = prepare(vocab_size=300, inputs=[text], out_dir=tmp_path / "other")
+    train(tiny())
+    assert "not the corpus" in stops([*tiny(), f"--data={other}"], capsys)
+    (tmp_path / "run" / "summary.json").unlink()
+    assert "not the corpus" in stops([*tiny(), f"--data={other}"], capsys)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "nearest that does is 3" in stops(tiny(out="new"), capsys)
+
+
+@pytest.mark.parametrize("name, damage, says", [
+    ("config.json", "unlink", "config.json"), ("summary.json", "truncate", "summary.json")])
+def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
+    train(tiny())
+    path = tmp_path / "run" / name
+    path.unlink() if damage == "unlink" else path.write_text(path.read_text()[:20])
+    assert says in stops(tiny(), capsys)
+
+
+# --- every flag does something ---
+@pytest.mark.parametrize("flag", [
+    "--seed=2", "--n_embd=64", "--head_dim=8", "--n_head=1", "--block_size=16", "--n_prelude=2", "--n_recur=2",
+    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--loop_norm=false", "--readout=raw", "--readout=final",
+    "--loss=per_loop", "--norm_penalty=1", "--batch_size=8", "--grad_accum=2", "--optimizer=adamw",
+    "--learning_rate=0.02", "--embed_lr=1", "--weight_decay=1", "--beta2=0.5", "--grad_clip=0.01", "--schedule=linear",
+    "--schedule=wsd", "--schedule=constant", "--warmup_steps=0", "--final_lr=0.5", "--max_steps=30", "--dtype=bfloat16"])
+def test_every_flag_that_shapes_training_changes_it(tiny, tmp_path, flag, trained_once):
+    base = ["--loop_norm=false", "--readout=norm"] if "readout" in flag else []
+    if flag == "--readout=final":                          # differs from norm only where passes before the last are read
+        base.append("--loss=per_loop")
+    train(tiny(*base, "--warmup_steps=4", "--max_steps=12", "--eval_interval=0", flag))
+    reference = trained_once(tuple(base))
+    assert losses(tmp_path / "run")[:12] != reference
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory, corpus):
+    """Losses of twelve steps with some base flags, each base trained once."""
+    done = {}
+
+    def get(base):
+        if base not in done:
+            out = tmp_path_factory.mktemp("base")
+            train([f"--data={corpus}", f"--out_dir={out}", "--n_embd=32", "--head_dim=16", "--block_size=32",
+                   "--batch_size=4", "--eval_tokens=512", "--log_interval=1", "--dtype=float32", "--device=cpu",
+                   "--threads=1", *base, "--warmup_steps=4", "--max_steps=12", "--eval_interval=0"])
+            done[base] = losses(out)
+        return done[base]
+    return get
+
+
+def test_weights_differ_between_seeds():
+    a, b = (T.parse([f"--seed={s}"])[0] for s in (1, 2))
+    models = []
+    for args in (a, b, a):
+        torch.manual_seed(args.seed)
+        models.append(LoopedLM(T.config_of(args, 300)).state_dict())
+    assert not equal(models[0], models[1]) and equal(models[0], models[2])
 
 
 # --- refusals: one sentence, status 2, before any work ---
@@ -400,7 +500,8 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(tiny, tmp_path, monke
     (["--max_steps=3", "--max_tokens=5"], "exactly one"),
     (["--out_dir=/proc/x"], "/proc/x"), (["--device=cuda:99"], "cuda:99"), (["--learning_rate=-1"], "learning_rate"),
     (["--head_dim=5", "--n_embd=32"], "even"), (["--optimizer=sgd"], "adamw"), (["--resume"], "no checkpoint"),
-    (["--dtype=float16"], "bfloat16"), (["--vocab_size=77"], "300"), (["--learning_rate=nan"], "learning_rate")])
+    (["--seed=-1"], "seed"), (["--threads=-1"], "threads"), (["--beta2=2"], "beta2"), (["--device=meta"], "meta"),
+    (["--max_steps=0"], "no end"), (["--final_lr=2"], "final_lr"), (["--dtype=float16"], "bfloat16"), (["--vocab_size=77"], "300"), (["--learning_rate=nan"], "learning_rate")])
 def test_bad_flags(tiny, tmp_path, capsys, flags, says):
     base = [f for f in tiny() if f.split("=")[0] not in ("--head_dim", "--n_embd", "--max_steps")]
     with pytest.raises(SystemExit) as e:
