@@ -37,8 +37,6 @@ def ours(spec):
     device = pick_device(args.device)
     if device == "cpu":
         keep_freed_memory()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     model = LoopedLM(cfg).to(device)
     if spec["what"] == "decode":
@@ -80,13 +78,14 @@ def nanogpt(spec):
     x, y = torch.randint(0, cfg.vocab_size, (2, args.batch_size, cfg.block_size))
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16) if spec["bf16"] else nullcontext():
-            _, loss = model(x, y)
-        loss.backward()
+        for _ in range(args.grad_accum):
+            with torch.autocast("cpu", dtype=torch.bfloat16) if spec["bf16"] else nullcontext():
+                _, loss = model(x, y)
+            (loss / args.grad_accum).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return timed(step, "cpu"), x.numel(), None
+    return timed(step, "cpu"), args.grad_accum * x.numel(), None
 
 
 def hf_gpt2(spec):
@@ -117,6 +116,9 @@ def timed(work, device):
 # --- taking turns ---
 def worker(spec):
     """Child process: warm up, then one measurement for every line on stdin."""
+    threads = parse(spec["flags"])[0].threads
+    if threads:
+        torch.set_num_threads(threads)
     measure, tokens, flops = {"ours": ours, "nanogpt": nanogpt, "hf_gpt2": hf_gpt2}[spec["kind"]](spec)
     for _ in range(spec["warmup"]):
         measure()
@@ -124,7 +126,7 @@ def worker(spec):
     for _ in sys.stdin:
         print("@", json.dumps(measure()), flush=True)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else \
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print("@", json.dumps(peak), flush=True)
 
 
@@ -133,7 +135,7 @@ def answer(process):
     for line in process.stdout:
         if line.startswith("@"):
             return json.loads(line[1:])
-    stop(f"a contender ended early: {process.stderr.read().strip().splitlines()[-1:]}")
+    stop("a contender ended early; what it said stands above")
 
 
 def compare(contenders, rounds):
@@ -141,7 +143,7 @@ def compare(contenders, rounds):
     processes = []
     for spec in contenders:                      # started one after the other: each warms up alone
         processes.append(subprocess.Popen([sys.executable, __file__, "--worker", json.dumps(spec)], text=True,
-                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE))
         spec.update(answer(processes[-1]))
     times = [[] for _ in contenders]
     for i in range(rounds):
@@ -186,6 +188,10 @@ def main():
         stop(f"--nanogpt={a.nanogpt}: no model.py there; give a clone of github.com/karpathy/nanoGPT")
     if a.hf_gpt2 and importlib.util.find_spec("transformers") is None:
         stop("--hf_gpt2 needs the package transformers: pip install transformers")
+    if a.rounds < 1:
+        stop(f"--rounds={a.rounds}: must be at least 1")
+    if a.json and not Path(a.json).resolve().parent.is_dir():
+        stop(f"--json={a.json}: no such folder; make it first")
     rows = []
     for what in ("train", "decode") if a.what == "both" else (a.what,):
         base = {"what": what, "flags": flags, "warmup": 3 if what == "train" else 1}

@@ -50,6 +50,15 @@ def test_commands_for_bigger_machines_parse(command):
     T.config_of(T.parse(words[words.index("train.py") + 1:])[0], 32000)
 
 
+def test_readme_python_runs(tiny, run, tmp_path, capsys):
+    """The Python of the README on a small run instead of out/pocket and a small corpus instead of sotu-4096."""
+    flags = tiny()
+    assert run("train.py", *flags).returncode == 0
+    for block in re.findall(r"```python\n(.*?)```", README, re.S):
+        exec(block.replace("out/pocket", str(tmp_path / "run")).replace("data/sotu-4096", flags[0][7:]), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 4
+
+
 def test_readme_links_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
@@ -95,7 +104,7 @@ def test_bench_writes_its_rows(run, tmp_path):
 
 @pytest.mark.parametrize("flags, says", [
     (["--nanogpt=/nosuch"], "nanoGPT"), (["--n_head=3", "--n_embd=64"], "n_head=3"), (["--nosuch"], "--nosuch"),
-    (["--vs=--n_loop=x"], "n_loop")])
+    (["--vs=--n_loop=x"], "n_loop"), (["--rounds=0"], "rounds"), (["--json=/no/such/x.json"], "json")])
 def test_bench_refuses_in_one_sentence(run, flags, says):
     r = run("bench.py", *flags)
     assert r.returncode == 2 and says in r.stderr and r.stderr.count("\n") == 1
