@@ -454,11 +454,15 @@ def open_metrics(path, step, columns):
 
 
 def progress(line, keep):
-    """One line that rewrites itself on a terminal; in a log, only the lines worth keeping."""
+    """One line that rewrites itself on a terminal; in a log, the lines worth keeping and one a minute."""
     if sys.stdout.isatty():
         print(f"\r\033[K{line}", end="\n" if keep else "", flush=True)
-    elif keep:
+    elif keep or time.time() - progress.printed > 60:
         print(line, flush=True)
+        progress.printed = time.time()
+
+
+progress.printed = time.time()
 
 
 def plot_loss(out, title):
@@ -692,8 +696,8 @@ def train(args, given):
     for number, handler in previous.items():
         signal.signal(number, handler)
 
+    val = val or validate()                      # resumed at the very end: the summary alone was missing
     if master:
-        val = val or validate()                  # resumed at the very end: the summary alone was missing
         finish(out, model, encoding, args, cfg, val, step * tokens_per_step, wall_s)
     if world > 1:
         dist.destroy_process_group()
