@@ -118,7 +118,7 @@ READOUT = dict(block_size=256, n_prelude=0, n_coda=0, n_loop=4, inject="none", l
                data="wikitext103-20000", optimizer="adamw", learning_rate=3e-4, embed_lr=1, weight_decay=0.01,
                beta2=0.999, schedule="constant", warmup_steps=0, eval_interval=2000, eval_tokens=2 ** 18)
 PRESETS = {
-    "pocket": dict(max_steps=700),
+    "pocket": dict(max_steps=600),
     "isodepth-r1": dict(ISODEPTH, n_recur=16, n_loop=1, inject="none"),
     "isodepth-r2": dict(ISODEPTH, n_recur=8, n_loop=2),
     "isodepth-r4": dict(ISODEPTH, n_recur=4, n_loop=4),
