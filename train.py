@@ -63,7 +63,11 @@ FLAGS = {
         ("n_loop", int, 4, "passes r through the loop; 1 is a plain transformer"),
         ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear"),
         ("loop_norm", boolean, True, "RMSNorm at the end of every pass"),
-        ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)")],
+        ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)"),
+        ("n_expert", int, 0, "experts in every feed-forward layer; 0: dense layers"),
+        ("n_active", int, 2, "experts that a token takes, each 1/n_active as wide as the dense layer"),
+        ("balance", str, "loss", "keep the experts in use by a loss | a bias on the choice, without that loss"),
+        ("mup_base", int, 0, "muP: the width for which learning_rate was found; 0: off")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
         ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states")],
@@ -96,7 +100,7 @@ FLAGS = {
 }
 DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
 HORIZON = ("max_steps", "max_tokens", "max_flops")
-CHOICES = {"inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
+CHOICES = {"balance": ("loss", "bias"), "inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
            "optimizer": ("muon", "adamw"), "schedule": ("cosine", "linear", "wsd", "constant"),
            "dtype": ("", "bfloat16", "float32")}
 # flags that change neither the model nor its training: a resumed run may change them
@@ -121,6 +125,8 @@ PRESETS = {
     "isodepth-r8": dict(ISODEPTH, n_recur=2, n_loop=8),
     "looped-moe-base": dict(LOOPED_MOE, n_recur=16, n_loop=1),
     "looped-moe-looped": dict(LOOPED_MOE, n_recur=8, n_loop=2),
+    "looped-moe-moe": dict(LOOPED_MOE, n_recur=16, n_loop=1, n_expert=8),
+    "looped-moe-both": dict(LOOPED_MOE, n_recur=8, n_loop=2, n_expert=8),
     "readout-44m": dict(READOUT, n_embd=512, n_recur=8, batch_size=64, max_steps=105_000),
     "readout-129m": dict(READOUT, n_embd=768, n_recur=12, batch_size=32, max_steps=210_000),
 }
@@ -344,14 +350,16 @@ def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding and head. Muon's update has
     AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
     matrices = [p for name, p in model.named_parameters() if not name.startswith(("embed", "head"))]
-    groups = [{"params": [model.head.weight], "weight_decay": args.weight_decay},
+    w = model.cfg.width_ratio                    # muP: rate / w, while rate times decay stays what it was
+    scaled = {"weight_decay": args.weight_decay * w, "lr_scale": 1 / w}
+    groups = [{"params": [model.head.weight], **scaled},
               {"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
     optimizers = []
     if args.optimizer == "muon":
-        optimizers.append(torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=args.weight_decay,
+        optimizers.append(torch.optim.Muon([{"params": matrices, **scaled}], lr=args.learning_rate,
                                            adjust_lr_fn="match_rms_adamw"))
     else:
-        groups.append({"params": matrices, "weight_decay": args.weight_decay})
+        groups.append({"params": matrices, **scaled})
     fused = model.table.device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
     return optimizers
@@ -464,10 +472,11 @@ def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
     ids = model.generate(start, min(200, cfg.block_size), temperature=0.8, top_k=50, generator=generator)
     sample = encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
     write_atomic(out / "sample.txt", sample.encode())
-    counts = cfg.param_counts()
+    counts = cfg.param_counts(active=True)       # what the scaling law counts: the experts that work on a token
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
-                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=0, inject=cfg.inject, n_once=counts["once"],
-                   n_rec=counts["recurrent"] + counts["injection"], n_total=sum(counts.values()), tokens=tokens,
+                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject, n_once=counts["once"],
+                   n_rec=counts["recurrent"] + counts["injection"], n_total=sum(cfg.param_counts().values()),
+                   tokens=tokens,
                    flops=cfg.flops_per_token() * tokens, val_loss=val["loss"], val_bpb=val["bpb"],
                    wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"], val_norm=val["norm"])
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
@@ -555,7 +564,8 @@ def train(args, given):
         counts = cfg.param_counts()
         tokens = max_steps * tokens_per_step
         print(" + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
-              + f" = {sum(counts.values()) / 1e6:.2f}M parameters\n"
+              + f" = {sum(counts.values()) / 1e6:.2f}M parameters"
+              + (f", {sum(cfg.param_counts(active=True).values()) / 1e6:.2f}M active" if cfg.n_expert else "") + "\n"
               f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
               f"{F / 1e6:.1f} MFLOPs/token\n{max_steps} steps x {tokens_per_step} = {tokens / 1e6:.2f}M tokens "
               f"({tokens / meta['splits']['train']['tokens']:.2f} epochs), {F * tokens:.2e} FLOPs\n"
@@ -564,7 +574,8 @@ def train(args, given):
         passes = range(1, cfg.n_loop + 1)
         write_row = open_metrics(out / "metrics.csv", step, [
             "step", "tokens", "flops", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s",
-            *(f"val_ce_{k}" for k in passes if args.loss == "per_loop"), *(f"val_norm_{k}" for k in passes)])
+            *(f"val_ce_{k}" for k in passes if args.loss == "per_loop"), *(f"val_norm_{k}" for k in passes),
+            *(("balance", "z") if cfg.n_expert else ())])
 
     signals = []
     previous = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -592,7 +603,7 @@ def train(args, given):
                 group["lr"] = lr * group.get("lr_scale", 1)
         starts = batch_starts(args.seed, step, args.batch_size * args.grad_accum, meta["splits"]["train"]["tokens"],
                               cfg.block_size)
-        loss = torch.zeros((), device=device)
+        loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
             mine = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
             x, y = read_windows(folder / "train.bin", meta["dtype"], mine, cfg.block_size)
@@ -602,11 +613,17 @@ def train(args, given):
                 _, result = ddp(x.to(device), y.to(device), loss=args.loss, norm_penalty=args.norm_penalty)
             (result["loss"] / args.grad_accum).backward()
             loss += result["ce"][-1].detach() / args.grad_accum
+            if cfg.n_expert:
+                router += torch.stack([result["balance"], result["z"]]).detach() / args.grad_accum
+                load = load + result["load"]
         grad_norm = clip_and_measure(model, args.grad_clip)
-        report = torch.stack([loss / world, grad_norm / world, torch.tensor(float(bool(signals)), device=device)])
+        report = torch.stack([loss / world, grad_norm / world, torch.tensor(float(bool(signals)), device=device),
+                              *router / world])
         if world > 1:
             dist.all_reduce(report)
-        train_loss, grad_norm, stopping = report.tolist()
+            if cfg.balance == "bias" and cfg.n_expert:
+                dist.all_reduce(load)
+        train_loss, grad_norm, stopping, balance, z = report.tolist()
         if not math.isfinite(train_loss + grad_norm):
             save()                               # the weights are those before the bad step
             stop(f"step {step}: the loss is {train_loss}, the gradient {grad_norm}; {ckpt_path} keeps the weights "
@@ -614,6 +631,8 @@ def train(args, given):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if cfg.balance == "bias" and cfg.n_expert:
+            model.rebalance(load)
         step += 1
         window, window_steps = window + time.perf_counter() - tick, window_steps + 1
         wall_s += time.perf_counter() - tick
@@ -629,6 +648,8 @@ def train(args, given):
             window, window_steps = 0.0, 0
             row = dict(step=step, tokens=step * tokens_per_step, flops=F * step * tokens_per_step, lr=lr,
                        train_loss=train_loss, grad_norm=grad_norm, tok_per_s=round(speed))
+            if cfg.n_expert:
+                row.update(balance=balance, z=z)
             if evaluates:
                 row.update(val_loss=val["loss"], val_bpb=val["bpb"])
                 row.update({f"val_norm_{k}": n for k, n in enumerate(val["norm"], 1)})
