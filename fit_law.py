@@ -607,13 +607,13 @@ PRESETS = {
         vocab_size=4096, speed=2e11,
         flags="--preset=pocket --n_embd={n_embd} --n_head={n_head} --n_prelude={n_prelude} --n_recur={n_recur} "
               "--n_coda={n_coda} --n_loop={n_loop} --inject={inject}"),
-    "moe": dict(  # base, looped, moe and looped-moe of arXiv 2605.09165, each run on one core
-        widths={1.5e12: [32, 64, 96], 4.5e12: [64, 96, 128], 1.35e13: [64, 96, 160]},
-        loops=[1, 2], experts=[0, 8], inject="none", head_dim=32, once=0, looped=8, block_size=256,
-        vocab_size=1024, speed=6e10,
-        flags="--vocab_size={vocab_size} --n_embd={n_embd} --n_head={n_head} --n_prelude=0 --n_recur={n_recur} "
-              "--n_coda=0 --n_loop={n_loop} --inject=none --loop_norm=false --n_expert={n_expert} --optimizer=adamw "
-              "--eval_interval=0 --eval_tokens=262144 --threads=1"),
+    "moe": dict(  # base, looped, moe and looped-moe of arXiv 2605.09165 in small; a core for each run
+        widths={1.5e12: [16, 32, 64], 3.5e12: [32, 64, 96], 7e12: [32, 64, 128]},
+        loops=[1, 2], experts=[0, 8], inject="none", head_dim=16, once=0, looped=8, block_size=256,
+        vocab_size=1024, speed=3e10,
+        flags="--preset=pocket --vocab_size={vocab_size} --n_embd={n_embd} --n_head={n_head} --n_prelude=0 "
+              "--n_recur={n_recur} --n_coda=0 --n_loop={n_loop} --inject=none --loop_norm=false --n_expert={n_expert} "
+              "--eval_interval=0 --eval_tokens=131072 --threads=1"),
 }
 
 

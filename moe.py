@@ -3,8 +3,21 @@ Sparse feed-forward layers for the loop: every token takes n_active of n_expert 
 layer can do different work in each pass (arXiv 2605.09165). A model with --n_expert=8 has them in every block; its
 active parameters and FLOPs per token are those of the dense model, since each expert is n_active times narrower.
 
+    python train.py --n_expert=8 --out_dir=out/moe           # train one; presets looped-moe-* have the paper's shapes
+    python moe.py --ckpt=out/moe                             # does a token change experts between passes? beside chance
+
+As a script: how much the experts of consecutive passes agree, layer by layer, beside three baselines the paper leaves
+out (uniform chance, chance at the measured loads, the untrained model), and the test by intervention: what the loss
+becomes when later passes must take the experts of pass 1, or those of another token. Prints a table and writes
+routing.png and routing.json into the run folder; about a minute on CPU for the default 65,536 tokens of a small model.
+
 Shapes: N = B T tokens, D width, H hidden width of one expert, E experts, k chosen per token, A = N k assignments.
 """
+import argparse
+import json
+from math import comb
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -15,10 +28,10 @@ BIAS_STEP = 1e-3            # how far balance="bias" moves an expert's bias afte
 
 class Routing:
     """What the routers of one forward pass did, in the order in which a token meets them; one slot per (layer, pass),
-    numbered as in KVCache. It can also tell them what to do: slot s takes the experts that slot copy[s] chose."""
+    numbered as in KVCache. direct(routing, slot, chosen) may put other experts (N, k) in place of the chosen ones."""
 
-    def __init__(self, copy=None):
-        self.copy = copy or {}
+    def __init__(self, direct=None):
+        self.direct = direct
         self.chosen, self.load = {}, {}          # slot: experts of each token (N, k); assignments per expert (E,)
         self.balance, self.z = [], []            # one loss per router call
 
@@ -59,7 +72,7 @@ class Mixture(nn.Module):
         flat = x.flatten(0, -2)                                                    # (N, D)
         logits, chosen = self.route(flat)
         if routing is not None:
-            chosen = routing.chosen[routing.copy[slot]] if slot in routing.copy else chosen
+            chosen = routing.direct(routing, slot, chosen) if routing.direct else chosen
             routing.note(slot, logits, chosen)
         gates = logits.gather(1, chosen).softmax(-1)                               # (N, k)
         device = x.device.type
@@ -156,3 +169,192 @@ class LoopOverExperts(torch.autograd.Function):
             grad_weights += [p.to(w.dtype) for p, w in zip(products, mine)]
         return grad_rows[place].sum(1), grad_gate[place], None, None, None, *grad_weights
 # --- end experts ---
+
+
+# --- routing across passes ---
+def overlap(a, b):
+    """How many experts the choices a and b (N, k) of a token have in common: (N,), 0 .. k."""
+    return (a[:, :, None] == b[:, None, :]).sum((1, 2))
+
+
+def agreement(shared, k, weight=None):
+    """Shares of tokens whose sets are identical, partly shared and disjoint, and the mean Jaccard index, from counts of
+    shared experts (N,) of k; weight (N,) if the entries are not equally likely."""
+    weight = torch.full(shared.shape, 1 / len(shared)) if weight is None else weight
+    shared, total = shared.float(), lambda x: (x.float() * weight).sum().item()
+    return {"identical": total(shared == k), "partial": total((shared > 0) & (shared < k)),
+            "disjoint": total(shared == 0), "jaccard": total(shared / (2 * k - shared))}
+
+
+def uniform_chance(E, k):
+    """agreement of two independent, uniform draws of k from E: 15/28 disjoint and 1/28 identical for 2 of 8."""
+    shared = torch.arange(k + 1)
+    ways = torch.tensor([comb(k, i) * comb(E - k, k - i) / comb(E, k) for i in range(k + 1)])
+    return agreement(shared, k, ways)
+
+
+def shuffled_chance(a, b, k, generator, n=20):
+    """agreement when pass 2 keeps its loads but not its tokens: its rows are permuted, n times."""
+    rows = [b[torch.randperm(len(b), generator=generator)] for _ in range(n)]
+    return agreement(torch.cat([overlap(a, row) for row in rows]), k)
+
+
+def seen(passes, E):
+    """Mean number of different experts that a token meets in one layer over all passes (K, N, k)."""
+    return F.one_hot(passes, E).amax((0, 2)).sum(-1).float().mean().item()
+
+
+def loss_change(loss, base, generator, n=2000):
+    """Mean of loss - base (windows,) in nats and its 95% interval, from resampled windows."""
+    change = (loss - base).double()
+    drawn = change[torch.randint(len(change), (n, len(change)), generator=generator)].mean(1)
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
+    return {"nats": change.mean().item(), "low": low, "high": high}
+
+
+@torch.no_grad()
+def observe(model, batches, direct=None):
+    """Loss of each window (windows,), and what the loop's routers chose (layer, pass, token, k)."""
+    cfg, losses, chosen = model.cfg, [], []
+    for x, y in batches:
+        routing = Routing(direct)
+        logits, _ = model(x, y, routing=routing)
+        losses.append(F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none").mean(1))
+        slots = torch.stack([routing.chosen[s] for s in range(cfg.n_prelude, cfg.depth() - cfg.n_coda)])
+        chosen.append(slots.view(cfg.n_loop, cfg.n_recur, -1, cfg.n_active))
+    return torch.cat(losses).cpu(), torch.cat(chosen, 2).transpose(0, 1).cpu()
+
+
+def study(model, untrained, batches):
+    """All numbers of the report, as plain Python."""
+    cfg, generator = model.cfg, torch.Generator().manual_seed(0)
+    E, k, first, behind = cfg.n_expert, cfg.n_active, cfg.n_prelude, cfg.n_prelude + cfg.n_recur
+
+    def looped_again(slot):                      # is this slot in pass 2 or later?
+        return behind <= slot < cfg.depth() - cfg.n_coda
+
+    def reuse(routing, slot, chosen):
+        return routing.chosen[first + (slot - first) % cfg.n_recur] if looped_again(slot) else chosen
+
+    def scramble(routing, slot, chosen):
+        return chosen[torch.randperm(len(chosen), generator=generator)] if looped_again(slot) else chosen
+
+    base, chosen = observe(model, batches)
+    fresh = observe(untrained, batches)[1]
+    layers = []
+    for i, (mine, raw) in enumerate(zip(chosen, fresh)):
+        for p in range(cfg.n_loop - 1):
+            layers.append({"layer": i + 1, "passes": [p + 1, p + 2], **agreement(overlap(mine[p], mine[p + 1]), k),
+                           "experts_seen": seen(mine, E),
+                           "shuffled": shuffled_chance(mine[p], mine[p + 1], k, generator),
+                           "untrained": {**agreement(overlap(raw[p], raw[p + 1]), k), "experts_seen": seen(raw, E)}})
+    load = F.one_hot(chosen, E).float().mean((2, 3))                               # (layer, pass, E), sums to 1
+    return {"n_expert": E, "n_active": k, "n_loop": cfg.n_loop, "tokens": chosen.size(2), "windows": len(base),
+            "loss": base.mean().item(), "uniform": uniform_chance(E, k), "layers": layers, "load": load.tolist(),
+            "reuse_pass_1": loss_change(observe(model, batches, reuse)[0], base, generator),
+            "other_token": loss_change(observe(model, batches, scramble)[0], base, generator)}
+
+
+def report(r):
+    def line(name, a, rest=""):
+        print(f"{name:22s} {a['disjoint']:9.1%} {a['partial']:8.1%} {a['identical']:10.1%} {a['jaccard']:8.3f} {rest}")
+    print(f"{r['tokens']} tokens in {r['windows']} windows; {r['n_active']} of {r['n_expert']} experts, "
+          f"{r['n_loop']} passes; chance at the measured loads and the untrained model in brackets\n"
+          f"{'':22s} {'disjoint':>9s} {'partial':>8s} {'identical':>10s} {'Jaccard':>8s} {'(loads, untrained)':>18s} "
+          f"{'seen':>5s} {'max load':>8s}")
+    for a in r["layers"]:
+        load = max(max(r["load"][a["layer"] - 1][p - 1]) for p in a["passes"]) * r["n_expert"]
+        line(f"layer {a['layer']}, pass {a['passes'][0]} to {a['passes'][1]}", a,
+             f"   ({a['shuffled']['jaccard']:.3f}, {a['untrained']['jaccard']:.3f}) {a['experts_seen']:5.2f} "
+             f"{load:7.2f}x")
+    for name in ("shuffled", "untrained"):
+        mean = {key: sum(a[name][key] for a in r["layers"]) / len(r["layers"]) for key in r["uniform"]}
+        line({"shuffled": "chance, measured loads", "untrained": "untrained, all layers"}[name], mean)
+    line("chance, uniform", r["uniform"])
+    print(f"loss {r['loss']:.4f} nats/token; when every later pass takes")
+    for key, text in (("reuse_pass_1", "the experts of pass 1"), ("other_token", "those of another token")):
+        c = r[key]
+        print(f"  {text:24s} {c['nats']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}]")
+
+
+def plot_routing(r, path, title):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (bars, jaccard, heat) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    fig.suptitle(title)
+    names = [str(a["layer"]) if r["n_loop"] == 2 else f"{a['layer']}\n{a['passes'][0]}-{a['passes'][1]}"
+             for a in r["layers"]]
+    below = [0.0] * len(names)
+    for key, colour in (("disjoint", "C0"), ("partial", "0.8"), ("identical", "C3")):
+        share = [a[key] for a in r["layers"]]
+        bars.bar(names, share, bottom=below, color=colour, label=key, width=0.7)
+        below = [b + s for b, s in zip(below, share)]
+    bars.axhline(r["uniform"]["disjoint"], color="black", ls="--", lw=1, label="disjoint, uniform chance")
+    bars.set(xlabel="layer of the loop", ylabel="share of tokens", title="expert sets of consecutive passes")
+    jaccard.plot(names, [a["jaccard"] for a in r["layers"]], "o-", color="C3", label="trained")
+    jaccard.plot(names, [a["untrained"]["jaccard"] for a in r["layers"]], "s-", color="C0", label="untrained")
+    jaccard.plot(names, [a["shuffled"]["jaccard"] for a in r["layers"]], "^-", color="0.5",
+                 label="chance, measured loads")
+    jaccard.axhline(r["uniform"]["jaccard"], color="black", ls="--", lw=1, label="chance, uniform")
+    jaccard.set(xlabel="layer of the loop", ylabel="mean Jaccard index", ylim=(0, 1),
+                title="agreement of passes (1: the same experts)")
+    rows = [load for layer in r["load"] for load in layer]
+    image = heat.imshow([[x * r["n_expert"] for x in row] for row in rows], aspect="auto", cmap="viridis", vmin=0)
+    heat.set(xlabel="expert", title="load, in units of an even share")
+    heat.set_yticks(range(len(rows)), [f"layer {i + 1}, pass {p + 1}" for i in range(len(r["load"]))
+                                       for p in range(r["n_loop"])], fontsize=8)
+    fig.colorbar(image)
+    for axis in (bars, jaccard):
+        axis.legend(fontsize=8)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def main():
+    from data.prepare import stop, write_atomic
+    from model import LoopedLM
+    from train import load_model, open_data, pick_device, read_windows
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
+    parser.add_argument("--ckpt", required=True, help="run folder of train.py, or its ckpt.pt")
+    parser.add_argument("--tokens", type=int, default=65536, help="validation tokens to look at (default: 65536)")
+    parser.add_argument("--batch_size", type=int, default=8, help="windows at a time (default: 8)")
+    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
+    parser.add_argument("--out_dir", default="", help="folder for routing.png and routing.json (default: the run's)")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/routing.json")
+    a = parser.parse_args()
+    device = pick_device(a.device)
+    model, state = load_model(a.ckpt, device)
+    cfg = model.cfg
+    if not cfg.n_expert or cfg.n_loop < 2:
+        stop(f"--ckpt={a.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but routing across passes needs experts "
+             f"and at least two passes")
+    for name in ("tokens", "batch_size"):
+        if getattr(a, name) < 1:
+            stop(f"--{name}={getattr(a, name)}: must be at least 1")
+    folder, meta = open_data(argparse.Namespace(**state["args"]))
+    available = (meta["splits"]["val"]["tokens"] - 1) // cfg.block_size
+    n = max(1, min(available, a.tokens // cfg.block_size))
+    starts = [i * available // n * cfg.block_size for i in range(n)]               # spread evenly, as in evaluate
+    batches = [[t.to(device) for t in read_windows(folder / "val.bin", meta["dtype"], starts[i:i + a.batch_size],
+                                                   cfg.block_size)] for i in range(0, n, a.batch_size)]
+    torch.manual_seed(state["args"]["seed"])     # the model as it was before its first step
+    untrained = LoopedLM(cfg).to(device).eval()
+    result = {"ckpt": str(a.ckpt), "step": state["step"], **study(model, untrained, batches)}
+    report(result)
+    run = Path(a.ckpt) if Path(a.ckpt).is_dir() else Path(a.ckpt).parent
+    out = Path(a.out_dir) if a.out_dir else run
+    target = Path(a.json) if a.json else out / "routing.json"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        plot_routing(result, out / "routing.png", f"{run.name}: which experts a token takes in consecutive passes")
+        write_atomic(target, json.dumps(result, indent=1).encode())
+    except OSError as e:
+        stop(f"cannot write {target} or {out / 'routing.png'} ({e.strerror}): give another --out_dir or --json")
+    print(f"wrote {target} and {out / 'routing.png'}")
+
+
+if __name__ == "__main__":
+    main()
