@@ -47,8 +47,8 @@ class Config:
     loop_norm: bool = True    # RMSNorm at the end of every pass
     readout: str = "norm"     # norm before the head: norm (always) | raw (never) | final (at the last pass only)
     n_expert: int = 0         # E experts in every feed-forward layer (moe.py); 0: dense layers
-    n_active: int = 2         # k, experts per token; each has 1/k of the dense hidden width, so FLOPs are the dense ones
-    balance: str = "loss"     # how experts are kept in use: loss (added to the objective) | bias (moves the choice only)
+    n_active: int = 2         # k, experts per token, each 1/k as wide as the dense layer: equal FLOPs
+    balance: str = "loss"     # how experts are kept in use: loss (in the objective) | bias (on the choice only)
     mup_base: int = 0         # muP: the width at which the learning rate was tuned; 0: off
 
     def __post_init__(self):
@@ -98,9 +98,11 @@ class Config:
 
     @property
     def attention_scale(self):
-        """Factor of the attention scores: muP's 1/head_dim, or the usual 1/sqrt(head_dim)."""
+        """Factor of the attention scores: 1/sqrt(head_dim), under muP 8/head_dim, which is the same at the paper's
+        head_dim of 64. The paper's 1/head_dim would bound the scores by 1, since queries and keys are normalised here:
+        almost uniform attention (results/moe.md)."""
         head_dim = self.n_embd // self.n_head
-        return 1 / head_dim if self.mup_base else head_dim ** -0.5
+        return 8 / head_dim if self.mup_base else head_dim ** -0.5
 
     def mup_std(self, name):
         """Initial standard deviation of a matrix, by its sizes at the base width d: sqrt(2 / (fan_in + fan_out)) /
@@ -379,7 +381,7 @@ class LoopedLM(nn.Module):
         loss="per_loop"), "norm" (K,) the mean Euclidean length of H_k, and "loss", the objective: mean of ce plus
         norm_penalty times the mean square of H_k over passes, tokens, channels (arXiv 2606.24898, sec. 3). With
         experts also "balance" and "z", the router losses averaged over (layer, pass), which "loss" includes and "ce"
-        never does, and "load" (L_eff, E), assignments per expert; routing (moe.Routing) keeps or directs the choices."""
+        never does, and "load" (L_eff, E), assignments per expert; routing: a moe.Routing that keeps or directs choices."""
         K = self.cfg.n_loop if n_loop is None else n_loop
         if self.cfg.n_expert and routing is None and targets is not None:
             routing = Routing()

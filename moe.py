@@ -41,7 +41,8 @@ class Routing:
         squared logsumexp, which keeps the logits small. logits (N, E), chosen (N, k)."""
         E, p = logits.size(-1), logits.softmax(-1).mean(0)
         load = (chosen.flatten()[:, None] == torch.arange(E, device=chosen.device)).sum(0)
-        self.chosen[slot], self.load[slot] = chosen, load
+        self.chosen[slot] = chosen
+        self.load[slot] = self.load.get(slot, 0) + load    # a coda read out after every pass comes several times
         self.balance.append(E * (load / chosen.numel() * p).sum())
         self.z.append(logits.logsumexp(-1).square().mean())
 
@@ -52,8 +53,8 @@ class Routing:
 
 
 class Mixture(nn.Module):
-    """k of E experts per token: y = sum over the chosen of gate_i * expert_i(x), gates a softmax over the chosen logits,
-    which is the softmax over all, renormalised. No capacity: no token is dropped, so no token depends on others."""
+    """k of E experts per token: y = sum over the chosen of gate_i * expert_i(x), the gates a softmax over the chosen
+    logits, which is the softmax over all, renormalised. No capacity, so no token is dropped on account of others."""
 
     def __init__(self, router, experts, n_active, balance):
         super().__init__()
@@ -68,6 +69,7 @@ class Mixture(nn.Module):
         scores = logits if self.bias is None else logits.softmax(-1) + self.bias
         return logits, scores.topk(self.n_active).indices
 
+    @torch.compiler.disable                      # group sizes and notes differ in each call: graphs would never settle
     def forward(self, x, routing=None, slot=0):
         flat = x.flatten(0, -2)                                                    # (N, D)
         logits, chosen = self.route(flat)
@@ -181,7 +183,9 @@ def agreement(shared, k, weight=None):
     """Shares of tokens whose sets are identical, partly shared and disjoint, and the mean Jaccard index, from counts of
     shared experts (N,) of k; weight (N,) if the entries are not equally likely."""
     weight = torch.full(shared.shape, 1 / len(shared)) if weight is None else weight
-    shared, total = shared.float(), lambda x: (x.float() * weight).sum().item()
+
+    def total(x):
+        return (x.double() * weight).sum().item()
     return {"identical": total(shared == k), "partial": total((shared > 0) & (shared < k)),
             "disjoint": total(shared == 0), "jaccard": total(shared / (2 * k - shared))}
 
@@ -329,8 +333,8 @@ def main():
     model, state = load_model(a.ckpt, device)
     cfg = model.cfg
     if not cfg.n_expert or cfg.n_loop < 2:
-        stop(f"--ckpt={a.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but routing across passes needs experts "
-             f"and at least two passes")
+        stop(f"--ckpt={a.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but routing across passes needs "
+             f"experts and at least two passes")
     for name in ("tokens", "batch_size"):
         if getattr(a, name) < 1:
             stop(f"--{name}={getattr(a, name)}: must be at least 1")

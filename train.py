@@ -100,9 +100,9 @@ FLAGS = {
 }
 DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
 HORIZON = ("max_steps", "max_tokens", "max_flops")
-CHOICES = {"balance": ("loss", "bias"), "inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
-           "optimizer": ("muon", "adamw"), "schedule": ("cosine", "linear", "wsd", "constant"),
-           "dtype": ("", "bfloat16", "float32")}
+CHOICES = {"inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
+           "balance": ("loss", "bias"), "optimizer": ("muon", "adamw"), "dtype": ("", "bfloat16", "float32"),
+           "schedule": ("cosine", "linear", "wsd", "constant")}
 # flags that change neither the model nor its training: a resumed run may change them
 FREE = {"preset", "out_dir", "data", "resume", "log_interval", "eval_interval", "eval_tokens", "device", "dtype",
         "compile", "threads", "peak_tflops", "head_dim"}
@@ -350,16 +350,18 @@ def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding and head. Muon's update has
     AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
     matrices = [p for name, p in model.named_parameters() if not name.startswith(("embed", "head"))]
-    w = model.cfg.width_ratio                    # muP: rate / w, while rate times decay stays what it was
-    scaled = {"weight_decay": args.weight_decay * w, "lr_scale": 1 / w}
-    groups = [{"params": [model.head.weight], **scaled},
+    w = model.cfg.width_ratio                    # 1 without muP
+
+    def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
+        return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
+    groups = [{"params": [model.head.weight], **slower(w)},
               {"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
     optimizers = []
-    if args.optimizer == "muon":
-        optimizers.append(torch.optim.Muon([{"params": matrices, **scaled}], lr=args.learning_rate,
+    if args.optimizer == "muon":                 # all singular values equal: an update's norm grows as sqrt(w), not w
+        optimizers.append(torch.optim.Muon([{"params": matrices, **slower(w ** 0.5)}], lr=args.learning_rate,
                                            adjust_lr_fn="match_rms_adamw"))
     else:
-        groups.append({"params": matrices, **scaled})
+        groups.append({"params": matrices, **slower(w)})
     fused = model.table.device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
     return optimizers
@@ -474,9 +476,9 @@ def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
     write_atomic(out / "sample.txt", sample.encode())
     counts = cfg.param_counts(active=True)       # what the scaling law counts: the experts that work on a token
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
-                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject, n_once=counts["once"],
-                   n_rec=counts["recurrent"] + counts["injection"], n_total=sum(cfg.param_counts().values()),
-                   tokens=tokens,
+                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
+                   n_once=counts["once"], n_rec=counts["recurrent"] + counts["injection"],
+                   n_total=sum(cfg.param_counts().values()), tokens=tokens,
                    flops=cfg.flops_per_token() * tokens, val_loss=val["loss"], val_bpb=val["bpb"],
                    wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"], val_norm=val["norm"])
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
@@ -519,7 +521,7 @@ def train(args, given):
         check_same_run(given, state["args"], ckpt_path, args.resume)
         free = {name: given[name] for name in FREE & given.keys()}
         horizon = {h: given.get(h, 0) for h in HORIZON} if args.resume and any(given.get(h) for h in HORIZON) else {}
-        args = argparse.Namespace(**{**state["args"], **free, **horizon, "out_dir": args.out_dir})
+        args = argparse.Namespace(**{**DEFAULTS, **state["args"], **free, **horizon, "out_dir": args.out_dir})
         if "optimizers" not in state:
             stop(f"{ckpt_path}: holds weights but no optimizer, so training cannot go on; choose another --out_dir")
     elif args.resume:

@@ -1,5 +1,4 @@
 """moe.py, and muP in model.py, against a plain loop over tokens in float64, the paper's tables, and their properties."""
-import copy
 import json
 import math
 import statistics
@@ -12,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import model as M
+import bench
 import moe
 import train as T
 from model import Config, KVCache, LoopedLM
@@ -209,7 +208,7 @@ def test_one_router_loss_per_layer_and_pass():
 
 
 def test_accumulated_gradients_equal_those_of_the_whole_batch():
-    """Also the router's, when every micro-batch has the same loads: the router losses are counted once, not per part."""
+    """Also the router's, when all micro-batches have the same loads: its losses are counted once, not per part."""
     model, x = small(), tokens(B=2)
     grads = []
     for parts in (1, 3):
@@ -365,6 +364,205 @@ def test_two_processes_train_a_mixture(tiny, tmp_path):
             assert float(a[key]) == pytest.approx(float(b[key]), rel=2e-2 if key == "balance" else 1e-3), key
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     torch.testing.assert_close(one["recur.0.ffn.bias"], two["recur.0.ffn.bias"])
+
+
+# --- muP ---
+@pytest.mark.parametrize("w", [1, 2, 4])
+def test_mup_follows_the_papers_table(w):
+    """Initial standard deviation and learning rate of each group at base width 128 (paper notes, section 3)."""
+    D = 128 * w
+    args, _ = T.parse([f"--n_embd={D}", "--mup_base=128", "--n_expert=8", "--optimizer=adamw", "--embed_lr=1",
+                       "--n_recur=1", "--n_prelude=0", "--n_coda=0", "--inject=none"])
+    torch.manual_seed(0)
+    model = LoopedLM(T.config_of(args, 4096))
+    ffn, attn = model.recur[0].ffn, model.recur[0].attn
+    for p, std in ((model.embed.weight, 1), (attn.qkv.weight, (2 / 256 / w) ** 0.5),
+                   (attn.proj.weight, (2 / 256 / w) ** 0.5), (ffn.experts[5].gate.weight, (2 / 512 / w) ** 0.5),
+                   (ffn.experts[5].down.weight, (2 / 512 / w) ** 0.5), (ffn.router.weight, (2 / 136 / w) ** 0.5),
+                   (model.head.weight, (2 / (128 + 4096) / w) ** 0.5)):
+        assert p.std().item() == pytest.approx(std, rel=0.06)
+        assert p.abs().max() <= 3.01 * std or p is model.embed.weight
+    rates = {p: (g.get("lr_scale", 1), g["weight_decay"]) for o in T.make_optimizers(model, args)
+             for g in o.param_groups for p in g["params"]}
+    assert len(rates) == len(list(model.parameters()))
+    for p, (scale, decay) in rates.items():
+        assert scale == (1 if p is model.embed.weight else 1 / w)
+        assert scale * decay == (0 if p is model.embed.weight else args.weight_decay)
+    assert attn.scale == 8 / 64
+    off = Config(n_embd=D, n_head=2 * w)
+    assert off.width_ratio == 1 and off.attention_scale == 1 / 8
+    muon = T.make_optimizers(model, T.parse([f"--n_embd={D}", "--mup_base=128"])[0])[0].param_groups[0]
+    assert muon["lr_scale"] == pytest.approx(w ** -0.5)
+
+
+def short_run(width, rate, steps, corpus, flags):
+    """Train a looped mixture of 2 x 2 layers for some steps without warm-up: (training loss of each step, mean size of
+    the activations in the last forward pass by name)."""
+    args, _ = T.parse([f"--n_embd={width}", f"--learning_rate={rate}", f"--data={corpus}", "--head_dim=32",
+                       "--block_size=32", "--n_prelude=0", "--n_coda=0", "--n_recur=2", "--inject=none",
+                       "--n_loop=2", "--loop_norm=false", "--n_expert=4", "--embed_lr=1", *flags])
+    folder, meta = T.open_data(args)
+    torch.manual_seed(0)
+    model = LoopedLM(T.config_of(args, meta["vocab_size"]))
+    optimizers, losses, size = T.make_optimizers(model, args), [], {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get("lr_scale", 1)
+
+    def watch(name):
+        return lambda module, inputs, out: size.update({name: out.detach().abs().mean().item()})
+    for i, block in enumerate(model.recur):
+        block.register_forward_hook(watch(f"state {i}"))
+        block.attn.register_forward_hook(watch(f"attention {i}"))
+        block.ffn.register_forward_hook(watch(f"experts {i}"))
+        block.ffn.register_forward_hook(lambda m, inputs, out, i=i: size.update(
+            {f"router {i}": m.route(inputs[0].flatten(0, 1))[0].detach().abs().mean().item()}))
+    model.head.register_forward_hook(watch("logits"))
+    for step in range(steps):
+        starts = T.batch_starts(0, step, 16, meta["splits"]["train"]["tokens"], 32)
+        x, y = T.read_windows(folder / "train.bin", meta["dtype"], starts, 32)
+        out = model(x, y)[1]
+        losses.append(out["ce"].item())
+        out["loss"].backward()
+        T.clip_and_measure(model, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return losses, size
+
+
+def slopes(widths, corpus, flags):
+    """Coordinate check: log-log slope against width of each activation's size at step 10."""
+    sizes = [short_run(width, 1e-3, 11, corpus, flags)[1] for width in widths]
+    x = [math.log(width) for width in widths]
+    return {name: statistics.linear_regression(x, [math.log(size[name]) for size in sizes]).slope for name in sizes[0]}
+
+
+def test_activations_keep_their_size_over_widths_under_mup_only(corpus):
+    """States, layer outputs, router and output logits; without muP the widest model is left out, to save time."""
+    with_mup = slopes((64, 128, 256, 512), corpus, ["--optimizer=adamw", "--mup_base=64"])
+    without = slopes((64, 128, 256), corpus, ["--optimizer=adamw"])
+    print({k: round(v, 2) for k, v in with_mup.items()}, {k: round(v, 2) for k, v in without.items()})
+    assert all(abs(slope) < 0.1 for slope in with_mup.values()), with_mup
+    assert min(without["logits"], without["state 1"], without["router 1"]) > 0.25, without
+
+
+@pytest.mark.slow
+def test_best_learning_rate_stays_within_one_grid_step_over_widths():
+    """Mean loss of the last 20 of 100 steps at 3 widths, on real text; the table is in results/moe.md."""
+    rates, best = [2 ** -k for k in range(10, 4, -1)], {}
+    for flags in (["--mup_base=64"], []):
+        for width in (64, 128, 256):
+            runs = [short_run(width, rate, 100, "sotu", ["--vocab_size=1024", "--optimizer=adamw", *flags])[0]
+                    for rate in rates]
+            loss = [statistics.mean(run[-20:]) for run in runs]
+            best[width, bool(flags)] = min(range(len(rates)), key=loss.__getitem__)
+            print("muP" if flags else "off", width, " ".join(f"{v:.3f}" for v in loss), flush=True)
+    optimum = [best[width, True] for width in (64, 128, 256)]
+    assert max(optimum) - min(optimum) <= 1 and 0 < min(optimum) and max(optimum) < len(rates) - 1
+
+
+# --- routing across passes ---
+def test_agreement_against_counting_sets():
+    torch.manual_seed(0)
+    a, b = choices("all", 3, 8, 200), choices("all", 3, 8, 200)
+    sets = [(set(p), set(q)) for p, q in zip(a.tolist(), b.tolist())]
+    found = moe.agreement(moe.overlap(a, b), 3)
+    assert found["identical"] == pytest.approx(sum(p == q for p, q in sets) / 200)
+    assert found["disjoint"] == pytest.approx(sum(not p & q for p, q in sets) / 200)
+    assert found["jaccard"] == pytest.approx(statistics.mean(len(p & q) / len(p | q) for p, q in sets))
+    assert found["identical"] + found["partial"] + found["disjoint"] == pytest.approx(1)
+    assert moe.seen(torch.stack([a, b]), 8) == pytest.approx(statistics.mean(len(p | q) for p, q in sets))
+
+
+def test_chance_baselines():
+    """2 of 8 drawn twice: 15/28 disjoint, 1/28 identical, Jaccard 0.179; skewed loads agree more than that."""
+    chance = moe.uniform_chance(8, 2)
+    assert (chance["disjoint"], chance["partial"], chance["identical"]) == pytest.approx((15 / 28, 12 / 28, 1 / 28))
+    assert chance["jaccard"] == pytest.approx(0.179, abs=5e-4)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.rand(4000, 8, generator=generator).topk(2).indices for _ in "ab")
+    shuffled = moe.shuffled_chance(a, b, 2, generator)
+    assert all(shuffled[key] == pytest.approx(chance[key], abs=0.01) for key in chance)
+    assert moe.shuffled_chance(a, a, 2, generator)["jaccard"] == pytest.approx(chance["jaccard"], abs=0.01)
+    skew = torch.tensor([2, 2, 0, 0, 0, 0, 0, 0])
+    a, b = ((torch.rand(4000, 8, generator=generator) + skew).topk(2).indices for _ in "ab")
+    assert moe.shuffled_chance(a, b, 2, generator)["identical"] == pytest.approx(1)
+
+
+def test_reusing_the_first_pass_moves_the_choice_only():
+    """Forced experts get the later pass's own gates; forcing what a router chose anyway changes nothing."""
+    model, x = small(n_recur=2, n_loop=2, n_prelude=1).eval(), tokens(T=32)
+    plain, forced = moe.Routing(), moe.Routing(lambda routing, slot, chosen: routing.chosen[slot - 2]
+                                               if slot in (3, 4) else chosen)
+    same = moe.Routing(lambda routing, slot, chosen: chosen.flip(-1))              # the same sets in another order
+    a, b, c = (model(x, x, routing=r)[0] for r in (plain, forced, same))
+    assert all(torch.equal(plain.chosen[s], forced.chosen[s]) for s in (0, 1, 2))
+    assert all(torch.equal(forced.chosen[s], forced.chosen[s - 2]) for s in (3, 4))
+    assert not torch.allclose(a, b)
+    torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-5)
+
+
+def study(monkeypatch, capsys, *flags):
+    """What moe.py prints, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["moe.py", *map(str, flags)])
+    moe.main()
+    return capsys.readouterr().out
+
+
+def test_study_of_a_run(monkeypatch, capsys, tiny, tmp_path):
+    train(tiny("--n_expert=8", "--n_recur=2", "--n_loop=3", "--inject=none"))
+    out = study(monkeypatch, capsys, f"--ckpt={tmp_path / 'run'}", f"--out_dir={tmp_path / 'study'}", "--tokens=1024")
+    assert "chance, uniform" in out and "untrained" in out and "the experts of pass 1" in out
+    assert (tmp_path / "study" / "routing.png").stat().st_size > 10_000
+    found = json.loads((tmp_path / "study" / "routing.json").read_text())
+    assert found["tokens"] == 1024 and len(found["layers"]) == 2 * 2
+    assert all(sum(load) == pytest.approx(1) for layer in found["load"] for load in layer)
+    for layer in found["layers"]:
+        assert 0 <= layer["jaccard"] <= 1 and 2 <= layer["experts_seen"] <= 8
+    for key in ("reuse_pass_1", "other_token"):
+        assert found[key]["low"] <= found[key]["nats"] <= found[key]["high"]
+    assert found["reuse_pass_1"]["nats"] != 0
+    model, _ = T.load_model(tmp_path / "run")              # the loss is that of the plain model
+    folder, meta = T.open_data(T.parse(tiny())[0])
+    lengths = T.token_bytes(T.load_tokenizer(folder))
+    assert found["loss"] == pytest.approx(T.evaluate(model, folder, meta, 1024, 8, lengths)["loss"], abs=1e-5)
+
+
+def test_study_refuses_what_has_no_experts_or_no_passes(monkeypatch, capsys, tiny, tmp_path):
+    for name, flags in (("dense", []), ("once", ["--n_expert=4", "--n_loop=1", "--inject=none"])):
+        train(tiny("--max_steps=1", *flags, out=name))
+        with pytest.raises(SystemExit) as e:
+            study(monkeypatch, capsys, f"--ckpt={tmp_path / name}")
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and "needs experts" in err and err.count("\n") == 1
+
+
+def test_compiled_blocks_with_experts_give_the_same():
+    model, x = small(), tokens()
+    before = model(x, x)
+    torch._dynamo.reset()
+    for block in (*model.prelude, *model.recur, *model.coda):
+        block.compile(backend="eager")
+    after = model(x, x)
+    torch.testing.assert_close(after[0], before[0])
+    torch.testing.assert_close(after[1]["loss"], before[1]["loss"])
+    after[1]["loss"].backward()
+    assert all(p.grad is not None for p in model.parameters())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layer", ["dense", "looped", "grouped", "eager"])
+def test_contenders_of_the_bench_run(monkeypatch, layer):
+    if layer == "grouped" and not hasattr(F, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    if layer == "eager":
+        pytest.importorskip("transformers")
+    monkeypatch.setattr(bench, "TOKENS", 64)
+    monkeypatch.setattr(moe, "looped", moe.looped)         # which the bench replaces
+    monkeypatch.setattr(moe, "grouped", moe.grouped)
+    measure, tokens, flops = bench.feed_forward({"flags": ["--device=cpu"], "bf16": True, "layer": layer})
+    assert measure() > 0 and tokens == 64 and flops == 18 * 256 * 1024
 
 
 # --- bad input ---
