@@ -5,6 +5,7 @@ How fast is it: train-step and decode throughput, FLOP/s or MFU, peak memory, of
     python bench.py --n_loop=2 --n_recur=2 --vs="--n_loop=1 --n_recur=4 --inject=none"     # A/B of two configs
     python bench.py --n_embd=384 --batch_size=8 --nanogpt=PATH   # against a clone of karpathy/nanoGPT (fp32 and bf16)
     python bench.py --n_embd=384 --what=decode --hf_gpt2         # against transformers' GPT-2: pip install transformers
+    python bench.py --what=moe --hf_mixtral                      # experts against the dense layer of equal FLOPs
 
 All flags of train.py that shape the model or the step are accepted. Each contender lives in its own process and they
 take turns, one measurement each, so that a machine whose speed drifts slows all of them alike; what to quote is the
@@ -24,8 +25,9 @@ from pathlib import Path
 
 import torch
 
+import moe
 from data.prepare import stop
-from model import LoopedLM
+from model import Linear, LoopedLM, SwiGLU
 from train import (clip_and_measure, config_of, keep_freed_memory, make_optimizers, parse, peak_flops, pick_device,
                    pick_dtype)
 
@@ -102,6 +104,49 @@ def hf_gpt2(spec):
     return timed(lambda: model.generate(prompt, **settings), "cpu"), n, None
 
 
+# --- one feed-forward layer: forward and backward of EXPERTS, top ACTIVE, against the dense layer of equal FLOPs ---
+WIDTH, HIDDEN, EXPERTS, ACTIVE, TOKENS = 256, 1024, 8, 2, 4096
+
+
+def feed_forward(spec):
+    """spec["layer"]: dense | looped | grouped (moe.py with that dispatch and its router losses) | a name of
+    transformers' for the way in which its Mixtral block runs the experts."""
+    args, _ = parse(spec["flags"])
+    device, bf16, layer = pick_device(args.device), spec["bf16"], spec["layer"]
+    if device == "cpu":
+        keep_freed_memory()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    if layer == "dense":
+        module = SwiGLU(WIDTH, HIDDEN)
+    elif layer in ("looped", "grouped"):
+        module = moe.Mixture(Linear(WIDTH, EXPERTS), [SwiGLU(WIDTH, HIDDEN // ACTIVE) for _ in range(EXPERTS)], ACTIVE,
+                             "loss")
+        moe.looped = moe.grouped = getattr(moe, layer)
+    else:
+        from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+        settings = MixtralConfig(hidden_size=WIDTH, intermediate_size=HIDDEN // ACTIVE, num_local_experts=EXPERTS,
+                                 num_experts_per_tok=ACTIVE)
+        settings._experts_implementation = layer
+        module = MixtralSparseMoeBlock(settings)
+        for p in module.parameters():
+            torch.nn.init.normal_(p, std=p.size(-1) ** -0.5)
+    module = module.to(device)
+    x, upstream = torch.randn(2, 8, TOKENS // 8, WIDTH, device=device).unbind()
+    x.requires_grad_()
+
+    def step():
+        routing = moe.Routing()
+        with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=bf16):
+            y = module(x, routing) if layer in ("looped", "grouped") else module(x)
+        objective = [y] + [moe.BALANCE * b + moe.Z * z for b, z in zip(routing.balance, routing.z)]
+        torch.autograd.backward(objective, [upstream.to(y.dtype), *[None] * len(routing.z)])
+        module.zero_grad(set_to_none=True)
+        x.grad = None
+    return timed(step, device), TOKENS, 3 * 2 * 3 * WIDTH * HIDDEN
+
+
 def timed(work, device):
     """A function that does the work once and returns its seconds."""
     def measure():
@@ -119,7 +164,8 @@ def worker(spec):
     threads = parse(spec["flags"])[0].threads
     if threads:
         torch.set_num_threads(threads)
-    measure, tokens, flops = {"ours": ours, "nanogpt": nanogpt, "hf_gpt2": hf_gpt2}[spec["kind"]](spec)
+    contender = {"ours": ours, "nanogpt": nanogpt, "hf_gpt2": hf_gpt2, "feed_forward": feed_forward}[spec["kind"]]
+    measure, tokens, flops = contender(spec)
     for _ in range(spec["warmup"]):
         measure()
     print("@", json.dumps({"tokens": tokens, "flops": flops}), flush=True)
@@ -172,10 +218,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
-    parser.add_argument("--what", choices=["train", "decode", "both"], default="both", help="default: both")
+    parser.add_argument("--what", choices=["train", "decode", "both", "moe"], default="both",
+                        help="train step, decoding, both, or one layer of experts (default: both)")
     parser.add_argument("--vs", action="append", default=[], metavar="FLAGS", help="another config: flags added here")
     parser.add_argument("--nanogpt", metavar="PATH", help="a clone of nanoGPT to compare with, on CPU")
     parser.add_argument("--hf_gpt2", action="store_true", help="compare decoding with transformers' GPT-2")
+    parser.add_argument("--hf_mixtral", action="store_true", help="with --what=moe: transformers' Mixtral block too")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each contender (default: 15)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -186,14 +234,20 @@ def main():
     config_of(args, 4096)
     if a.nanogpt and not (Path(a.nanogpt) / "model.py").is_file():
         stop(f"--nanogpt={a.nanogpt}: no model.py there; give a clone of github.com/karpathy/nanoGPT")
-    if a.hf_gpt2 and importlib.util.find_spec("transformers") is None:
-        stop("--hf_gpt2 needs the package transformers: pip install transformers")
+    if (a.hf_gpt2 or a.hf_mixtral) and importlib.util.find_spec("transformers") is None:
+        stop("--hf_gpt2 and --hf_mixtral need the package transformers: pip install transformers")
     if a.rounds < 1:
         stop(f"--rounds={a.rounds}: must be at least 1")
     if a.json and not Path(a.json).resolve().parent.is_dir():
         stop(f"--json={a.json}: no such folder; make it first")
     rows = []
-    for what in ("train", "decode") if a.what == "both" else (a.what,):
+    for label, bf16 in (("fp32", False), ("bf16", True)) if a.what == "moe" else ():
+        layers = {"dense": "dense", "looped": "experts, one after the other",
+                  **({"grouped": "experts, grouped_mm"} if hasattr(torch.nn.functional, "grouped_mm") else {}),
+                  **({"eager": "Mixtral, eager", "grouped_mm": "Mixtral, grouped_mm"} if a.hf_mixtral else {})}
+        rows += compare([{"what": label, "flags": flags, "warmup": 3, "kind": "feed_forward", "layer": layer,
+                          "bf16": bf16, "name": name} for layer, name in layers.items()], a.rounds)
+    for what in {"both": ("train", "decode"), "moe": ()}.get(a.what, (a.what,)):
         base = {"what": what, "flags": flags, "warmup": 3 if what == "train" else 1}
         contenders = [{**base, "kind": "ours", "name": "nanoloop " + " ".join(flags)}]
         for extra in a.vs:

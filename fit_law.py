@@ -23,6 +23,7 @@ import csv
 import json
 import os
 import sys
+from itertools import product
 
 import numpy as np
 from scipy.optimize import brentq
@@ -486,7 +487,8 @@ def cmd_compare(args):
 
 
 def cmd_isoflop(args):
-    """Optima without a law: a parabola of loss in log N per (budget, variant), N all stored matrix parameters."""
+    """Optima without a law: a parabola of loss in log N per (budget, variant), N the matrix parameters n_once + n_rec:
+    those stored, and of experts those that work on one token."""
     runs, rng, cells = load_runs(args.runs), np.random.default_rng(0), {}
     by = ["sweep"] * (len(np.unique(runs["sweep"])) > 1) + args.by.split(",")
     unknown = [k for k in by if k not in runs]
@@ -539,10 +541,10 @@ def saturating_exponent(c, loss):
     return exponents[np.argmin(squares, axis=0)]
 
 
-def model_config(n_prelude, n_recur, n_coda, r, inject, d, head_dim, vocab_size, block_size):
+def model_config(n_prelude, n_recur, n_coda, r, inject, d, head_dim, vocab_size, block_size, n_expert=0):
     from model import Config  # brings torch along, which the fits do not need
     return Config(vocab_size=vocab_size, block_size=block_size, n_embd=d, n_head=d // head_dim, n_prelude=n_prelude,
-                  n_recur=n_recur, n_coda=n_coda, n_loop=r, inject=inject if r > 1 else "none")
+                  n_recur=n_recur, n_coda=n_coda, n_loop=r, inject=inject if r > 1 else "none", n_expert=n_expert)
 
 
 def cmd_allocate(args):
@@ -589,20 +591,29 @@ def cmd_allocate(args):
           + (f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""))
 
 
-# Sweeps: n_embd for each budget in FLOPs, the model around it (`once` prelude and as many coda blocks, `looped` blocks
-# in all passes together), and the FLOP/s that the time is estimated for.
+# Sweeps: n_embd for each budget in FLOPs, n_loop and n_expert, the model around it (`once` prelude and as many coda
+# blocks, `looped` blocks in all passes together), and the FLOP/s that the time is estimated for.
 PRESETS = {
     "paper": dict(  # the 116 runs of arXiv 2604.21106
         widths={4.64e17: [384, 512, 640, 768], 1e18: [384, 512, 640, 768, 896], 2.15e18: [512, 640, 768, 896, 1024],
                 4.64e18: [640, 768, 896, 1024, 1152, 1280], 1e19: [768, 1024, 1152, 1280, 1536],
                 2.15e19: [1152, 1536, 1792, 2176]},
-        head_dim=128, once=2, looped=16, block_size=2048, vocab_size=32064, speed=4e14,
+        loops=[1, 2, 4, 8], experts=[0], inject="linear", head_dim=128, once=2, looped=16, block_size=2048,
+        vocab_size=32064, speed=4e14,
         flags="--preset=isodepth-r{n_loop} --n_embd={n_embd}"),
     "pocket": dict(
         widths={4e12: [32, 64, 96, 128], 1.6e13: [32, 64, 96, 128], 6.4e13: [64, 96, 128, 192]},
-        head_dim=32, once=1, looped=8, block_size=256, vocab_size=4096, speed=2e11,
+        loops=[1, 2, 4, 8], experts=[0], inject="linear", head_dim=32, once=1, looped=8, block_size=256,
+        vocab_size=4096, speed=2e11,
         flags="--preset=pocket --n_embd={n_embd} --n_head={n_head} --n_prelude={n_prelude} --n_recur={n_recur} "
               "--n_coda={n_coda} --n_loop={n_loop} --inject={inject}"),
+    "moe": dict(  # base, looped, moe and looped-moe of arXiv 2605.09165 in small; a core for each run
+        widths={1.5e12: [16, 32, 64], 3.5e12: [32, 64, 96], 7e12: [32, 64, 128]},
+        loops=[1, 2], experts=[0, 8], inject="none", head_dim=16, once=0, looped=8, block_size=256,
+        vocab_size=1024, speed=3e10,
+        flags="--preset=pocket --vocab_size={vocab_size} --n_embd={n_embd} --n_head={n_head} --n_prelude=0 "
+              "--n_recur={n_recur} --n_coda=0 --n_loop={n_loop} --inject=none --loop_norm=false --n_expert={n_expert} "
+              "--eval_interval=0 --eval_tokens=131072 --threads=1"),
 }
 
 
@@ -612,19 +623,20 @@ def cmd_plan(args):
     for budget in args.budgets or grid["widths"]:
         if not args.widths and budget not in grid["widths"]:
             stop(f"--budgets={budget:g}: the {args.preset} preset has no widths for it: give --widths")
-        for d in args.widths or grid["widths"][budget]:
-            for r in args.loops:
-                if d % grid["head_dim"] or grid["looped"] % r:
-                    stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['head_dim']} as widths and "
-                         f"loop counts that divide {grid['looped']}")
-                cfg = model_config(grid["once"], grid["looped"] // r, grid["once"], r, "linear", d, grid["head_dim"],
-                                   args.vocab_size or grid["vocab_size"], grid["block_size"])
-                for seed in args.seeds:
-                    lines.append(f"python train.py {grid['flags'].format(**vars(cfg))} --max_flops={budget:g} "
-                                 f"--seed={seed} --out_dir=out/{args.preset}/C{budget:g}-d{d}-r{r}-s{seed}  "
-                                 f"# F={cfg.flops_per_token():.4g} tokens={budget / cfg.flops_per_token():.4g} "
-                                 f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
-                    total += budget
+        for d, r, n_expert in product(args.widths or grid["widths"][budget], args.loops or grid["loops"],
+                                      grid["experts"]):
+            if d % grid["head_dim"] or grid["looped"] % r:
+                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['head_dim']} as widths and "
+                     f"loop counts that divide {grid['looped']}")
+            cfg = model_config(grid["once"], grid["looped"] // r, grid["once"], r, grid["inject"], d,
+                               grid["head_dim"], args.vocab_size or grid["vocab_size"], grid["block_size"], n_expert)
+            for seed in args.seeds:
+                name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
+                lines.append(f"python train.py {grid['flags'].format(**vars(cfg))} --max_flops={budget:g} "
+                             f"--seed={seed} --out_dir=out/{args.preset}/{name}  "
+                             f"# F={cfg.flops_per_token():.4g} tokens={budget / cfg.flops_per_token():.4g} "
+                             f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
+                total += budget
     print("\n".join(lines))
     print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours", file=sys.stderr)
 
@@ -749,7 +761,7 @@ def main():
     add("--preset", choices=PRESETS, default="pocket", help="which grid (default pocket)")
     add("--budgets", type=positive(float), nargs="+", help="training FLOPs of a run, instead of the preset's")
     add("--widths", type=positive(int), nargs="+", help="n_embd at every budget, instead of the preset's")
-    add("--loops", type=positive(int), nargs="+", default=[1, 2, 4, 8], help="n_loop (default 1 2 4 8)")
+    add("--loops", type=positive(int), nargs="+", help="n_loop, instead of the preset's")
     add("--seeds", type=int, nargs="+", default=[42], help="a run for each (default 42)")
     add("--vocab_size", type=positive(int), help="of the data, for the FLOPs (default: the preset's)")
     add("--speed", type=positive(float), help="FLOP/s that you reach, for the time (default: the preset's)")

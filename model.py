@@ -22,9 +22,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from moe import BALANCE, Mixture, Routing, Z
+
 
 def round_up(n, multiple):
     return -(-n // multiple) * multiple
+
+
+def ff_width(n_embd):
+    return round_up(math.ceil(8 * n_embd / 3), 64)
 
 
 @dataclass
@@ -40,6 +46,10 @@ class Config:
     inject: str = "linear"    # how pass k sees e: none (only through h) | add (e + h) | linear (W [e; h])
     loop_norm: bool = True    # RMSNorm at the end of every pass
     readout: str = "norm"     # norm before the head: norm (always) | raw (never) | final (at the last pass only)
+    n_expert: int = 0         # E experts in every feed-forward layer (moe.py); 0: dense layers
+    n_active: int = 2         # k, experts per token, each 1/k as wide as the dense layer: equal FLOPs
+    balance: str = "loss"     # how experts are kept in use: loss (in the objective) | bias (on the choice only)
+    mup_base: int = 0         # muP: the width at which the learning rate was tuned; 0: off
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_embd", "n_head", "n_recur", "n_loop"):
@@ -55,10 +65,22 @@ class Config:
             raise ValueError(f"inject={self.inject}: choose none, add or linear")
         if self.readout not in ("norm", "raw", "final"):
             raise ValueError(f"readout={self.readout}: choose norm, raw or final")
+        if self.balance not in ("loss", "bias"):
+            raise ValueError(f"balance={self.balance}: choose loss or bias")
+        if self.mup_base < 0:
+            raise ValueError(f"mup_base={self.mup_base}: must not be negative; 0 turns muP off")
+        if self.n_expert < 0 or self.n_expert == 1:
+            raise ValueError(f"n_expert={self.n_expert}: a mixture needs at least 2 experts; 0 is a dense layer")
+        if self.n_expert and not 1 <= self.n_active <= self.n_expert:
+            raise ValueError(f"n_active={self.n_active} of n_expert={self.n_expert}: a token takes at least one expert "
+                             f"and at most all of them")
+        if self.n_expert and self.d_ff % self.n_active:
+            raise ValueError(f"n_active={self.n_active}: the dense hidden width {self.d_ff} does not divide by it, and "
+                             f"each expert takes an equal part")
 
     @property
     def d_ff(self):           # SwiGLU has three matrices, so 8D/3 costs what 4D costs with two
-        return round_up(math.ceil(8 * self.n_embd / 3), 64)
+        return ff_width(self.n_embd)
 
     @property
     def padded_vocab(self):   # matmuls like multiples of 64; the padding is never a target and never sampled
@@ -68,11 +90,37 @@ class Config:
         """Effective depth L_eff in blocks: what a token passes through."""
         return self.n_prelude + (self.n_loop if n_loop is None else n_loop) * self.n_recur + self.n_coda
 
-    def param_counts(self):
+    # --- muP ---
+    @property
+    def width_ratio(self):
+        """w: learning rate and init variance of every matrix but the embedding go with 1/w; 1 where muP is off."""
+        return self.n_embd / self.mup_base if self.mup_base else 1.0
+
+    @property
+    def attention_scale(self):
+        """Factor of the attention scores: 1/sqrt(head_dim), under muP 8/head_dim, which is the same at the paper's
+        head_dim of 64. The paper's 1/head_dim would bound the scores by 1, since queries and keys are normalised here:
+        almost uniform attention (results/moe.md)."""
+        head_dim = self.n_embd // self.n_head
+        return 8 / head_dim if self.mup_base else head_dim ** -0.5
+
+    def mup_std(self, name):
+        """Initial standard deviation of a matrix, by its sizes at the base width d: sqrt(2 / (fan_in + fan_out)) /
+        sqrt(w). Experts count as wide as the dense layer they divide (arXiv 2605.09165, published code)."""
+        other = {"head": self.padded_vocab, "router": self.n_expert, "qkv": self.mup_base, "proj": self.mup_base}
+        fan = other.get(name.split(".")[-2], ff_width(self.mup_base))              # the side that is not d
+        return (2 / (self.mup_base + fan) / self.width_ratio) ** 0.5
+    # --- end muP ---
+
+    def param_counts(self, active=False):
         """Stored parameters by group; the groups sum to the model's numel(). once + recurrent + injection is the
-        paper's unique non-embedding N: 240, 146, 98, 74 D^2 for r = 1, 2, 4, 8 at depth 20 (arXiv 2604.21106)."""
+        paper's unique non-embedding N: 240, 146, 98, 74 D^2 for r = 1, 2, 4, 8 at depth 20 (arXiv 2604.21106).
+        active: those that work on one token, n_active of n_expert, which are as many as in the dense model; the
+        routers, D n_expert each, are stored but not counted as active (arXiv 2605.09165)."""
         D = self.n_embd
         block = 4 * D * D + 3 * D * self.d_ff
+        if self.n_expert and not active:
+            block = 4 * D * D + self.n_expert * 3 * D * (self.d_ff // self.n_active) + D * self.n_expert
         return {"embedding": self.padded_vocab * D,
                 "once": (self.n_prelude + self.n_coda) * block,                    # N_once
                 "recurrent": self.n_recur * block,                                 # N_rec, without the injection
@@ -81,9 +129,9 @@ class Config:
 
     def flops_per_token(self, n_loop=None, train=True):
         """FLOPs per token at full context: 2 per multiply-add and parameter used, shared ones once per pass; attention
-        over all T keys (no causal halving); backward is twice forward. Embedding lookups, norms and activations are
-        not counted (arXiv 2604.21106, sec. 4: F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
-        n, r = self.param_counts(), self.n_loop if n_loop is None else n_loop
+        over all T keys (no causal halving); backward is twice forward. Embedding lookups, norms, activations and
+        routers are not counted (arXiv 2604.21106, sec. 4: F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
+        n, r = self.param_counts(active=True), self.n_loop if n_loop is None else n_loop
         used = n["once"] + n["head"] + r * (n["recurrent"] + n["injection"])
         forward = 2 * used + 4 * self.depth(r) * self.n_embd * self.block_size
         return 3 * forward if train else forward
@@ -152,15 +200,16 @@ def rotate(x, table):
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
-def attend(q, k, v, mask):
-    """softmax(q k^T / sqrt(head_dim)) v: q (B, H, Tq, head_dim), k and v (B, H, Tk, head_dim), mask additive (Tq, Tk)
-    or None. Written out on CPU for short contexts, where it is faster than the fused kernel (results/bench.md)."""
+def attend(q, k, v, mask, scale=None):
+    """softmax(scale q k^T) v, scale 1 / sqrt(head_dim) if None: q (B, H, Tq, head_dim), k and v (B, H, Tk, head_dim),
+    mask additive (Tq, Tk) or None. Written out on CPU for short contexts, where it is faster than the fused kernel
+    (results/bench.md)."""
     if q.device.type == "cpu" and k.size(-2) <= 1024:
-        scores = (q * q.size(-1) ** -0.5) @ k.transpose(-2, -1)                    # (B, H, Tq, Tk)
+        scores = (q * (scale or q.size(-1) ** -0.5)) @ k.transpose(-2, -1)         # (B, H, Tq, Tk)
         return (scores if mask is None else scores + mask).softmax(-1) @ v
     if mask is not None and q.size(-2) == k.size(-2):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def sample(logits, temperature=1.0, top_k=None, generator=None):
@@ -196,7 +245,7 @@ class KVCache:
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.n_head = cfg.n_head
+        self.n_head, self.scale = cfg.n_head, cfg.attention_scale
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
@@ -209,16 +258,16 @@ class Attention(nn.Module):
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
         if cache is not None:
             k, v = cache.update(slot, k, v)
-        y = attend(q, k, v, mask)
+        y = attend(q, k, v, mask, self.scale)
         return self.proj(y.transpose(1, 2).reshape(B, T, D))
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, cfg):
+    def __init__(self, n_embd, hidden):
         super().__init__()
-        self.gate = Linear(cfg.n_embd, cfg.d_ff)
-        self.value = Linear(cfg.n_embd, cfg.d_ff)
-        self.down = Linear(cfg.d_ff, cfg.n_embd)
+        self.gate = Linear(n_embd, hidden)
+        self.value = Linear(n_embd, hidden)
+        self.down = Linear(hidden, n_embd)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.value(x))
@@ -228,11 +277,14 @@ class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.attn = Attention(cfg)
-        self.ffn = SwiGLU(cfg)                   # the seam for other feed-forward layers
+        D, E, k = cfg.n_embd, cfg.n_expert, cfg.n_active
+        self.sparse = E > 0
+        self.ffn = Mixture(Linear(D, E), [SwiGLU(D, cfg.d_ff // k) for _ in range(E)], k, cfg.balance) \
+            if self.sparse else SwiGLU(D, cfg.d_ff)
 
-    def forward(self, x, table, mask, cache=None, slot=0):
+    def forward(self, x, table, mask, cache=None, routing=None, slot=0):
         x = x + self.attn(norm(x), table, mask, cache, slot)
-        return x + self.ffn(norm(x))
+        return x + (self.ffn(norm(x), routing, slot) if self.sparse else self.ffn(norm(x)))
 
 
 class LoopedLM(nn.Module):
@@ -255,6 +307,9 @@ class LoopedLM(nn.Module):
         for name, p in self.named_parameters():
             if name == "embed.weight":
                 p.normal_(0, 1)                  # unit scale, like every state behind a loop norm
+            elif self.cfg.mup_base and name != "inject.weight":
+                std = self.cfg.mup_std(name)
+                nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std)
             elif name == "head.weight":
                 p.normal_(0, 0.001)              # first predictions are uniform: the loss starts at ln V
             elif name == "inject.weight":        # [I | 0]: each pass starts as the plain stack
@@ -302,9 +357,10 @@ class LoopedLM(nn.Module):
         logits = self.head(h)
         return logits if logits.size(-1) == self.cfg.vocab_size else logits[..., :self.cfg.vocab_size]
 
-    def context(self, idx, n_loop, cache):
+    def context(self, idx, n_loop, cache, routing=None):
         """What every block needs beside its input: rotary table (T, head_dim/2, 2) at these positions, additive mask
-        (T, length + T) or None for a single query, the cache. Refuses what cannot be run, with a sentence."""
+        (T, length + T) or None for a single query, the cache, the notes of the routers. Refuses what cannot be run,
+        with a sentence."""
         T, past = idx.size(1), cache.length if cache else 0
         if n_loop < 1:
             raise ValueError(f"n_loop={n_loop}: must be at least 1")
@@ -316,24 +372,28 @@ class LoopedLM(nn.Module):
         mask = None
         if T > 1:
             mask = torch.full((T, past + T), -torch.inf, device=idx.device, dtype=self.compute_dtype()).triu(past + 1)
-        return self.table[past:past + T], mask, cache
+        return self.table[past:past + T], mask, cache, routing
 
     def compute_dtype(self):
         device = self.table.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
 
-    def forward(self, idx, targets=None, n_loop=None, cache=None, loss="terminal", norm_penalty=0.0):
+    def forward(self, idx, targets=None, n_loop=None, cache=None, loss="terminal", norm_penalty=0.0, routing=None):
         """idx, targets (B, T) of token ids; n_loop passes (default: as trained).
         Without targets: logits (B, 1, V) of the last position, and None. With targets: logits (B, T, V) of the last
         pass, and a dict: "ce" the cross-entropy in nats of each supervised pass (the last one, or all K of them with
         loss="per_loop"), "norm" (K,) the mean Euclidean length of H_k, and "loss", the objective: mean of ce plus
-        norm_penalty times the mean square of H_k over passes, tokens, channels (arXiv 2606.24898, sec. 3)."""
+        norm_penalty times the mean square of H_k over passes, tokens, channels (arXiv 2606.24898, sec. 3). With
+        experts also "balance" and "z", the router losses averaged over (layer, pass), which "loss" includes and "ce"
+        never does, and "load" (L_eff, E), assignments per expert; routing: a moe.Routing that keeps or directs choices."""
         if loss not in ("terminal", "per_loop"):
             raise ValueError(f"loss={loss}: choose terminal or per_loop")
         if targets is not None and cache:
             raise ValueError("targets and a cache: the loss is computed on whole windows, without a cache")
         K = self.cfg.n_loop if n_loop is None else n_loop
-        context = self.context(idx, K, cache)
+        if self.cfg.n_expert and routing is None and targets is not None:
+            routing = Routing()
+        context = self.context(idx, K, cache, routing)
         states = self.loop_states(idx, context, K)
         if targets is None:
             logits = self.logits(states[-1], context, K, last_position=True)
@@ -348,9 +408,21 @@ class LoopedLM(nn.Module):
         objective = ce.mean()
         if norm_penalty:
             objective = objective + norm_penalty * torch.stack([h.square().mean() for h in states]).mean()
+        router = routing.losses() if self.cfg.n_expert else {}
+        if router:
+            objective = objective + (BALANCE * router["balance"] if self.cfg.balance == "loss" else 0) + Z * router["z"]
         with torch.no_grad():
             length = torch.stack([h.float().norm(dim=-1).mean() for h in states])
-        return logits, {"loss": objective, "ce": ce, "norm": length}
+        return logits, {"loss": objective, "ce": ce, "norm": length, **router}
+
+    def rebalance(self, load):
+        """For balance="bias", after an optimizer step: load (L_eff, E) as forward gives it, summed over the batches of
+        the step. A layer has one bias for all its passes, so their loads are added up."""
+        cfg = self.cfg
+        loop = load[cfg.n_prelude:len(load) - cfg.n_coda].view(-1, cfg.n_recur, cfg.n_expert).sum(0)
+        load = torch.cat([load[:cfg.n_prelude], loop, load[len(load) - cfg.n_coda:]])          # (layers, E)
+        for block, mine in zip([*self.prelude, *self.recur, *self.coda], load):
+            block.ffn.rebalance(mine)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, n_loop=None, use_cache=True, generator=None):
         """Continue idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Contexts longer than block_size are

@@ -65,7 +65,11 @@ FLAGS = {
         ("n_loop", int, 4, "passes r through the loop; 1 is a plain transformer"),
         ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear"),
         ("loop_norm", boolean, True, "RMSNorm at the end of every pass"),
-        ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)")],
+        ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)"),
+        ("n_expert", int, 0, "experts in every feed-forward layer; 0: dense layers"),
+        ("n_active", int, 2, "experts that a token takes, each 1/n_active as wide as the dense layer"),
+        ("balance", str, "loss", "keep the experts in use by a loss | a bias on the choice, without that loss"),
+        ("mup_base", int, 0, "muP: the width for which learning_rate was found; 0: off")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
         ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states")],
@@ -99,8 +103,8 @@ FLAGS = {
 DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
 HORIZON = ("max_steps", "max_tokens", "max_flops")
 CHOICES = {"inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
-           "optimizer": ("muon", "adamw"), "schedule": ("cosine", "linear", "wsd", "constant"),
-           "dtype": ("", "bfloat16", "float32")}
+           "balance": ("loss", "bias"), "optimizer": ("muon", "adamw"), "dtype": ("", "bfloat16", "float32"),
+           "schedule": ("cosine", "linear", "wsd", "constant")}
 # what may change when a run goes on: not the model, nor its training up to rounding; the data is compared by its hash
 FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
         "dtype", "compile", "threads", "peak_tflops", "head_dim"}
@@ -125,6 +129,8 @@ PRESETS = {
     "isodepth-r8": dict(ISODEPTH, n_recur=2, n_loop=8),
     "looped-moe-base": dict(LOOPED_MOE, n_recur=16, n_loop=1),
     "looped-moe-looped": dict(LOOPED_MOE, n_recur=8, n_loop=2),
+    "looped-moe-moe": dict(LOOPED_MOE, n_recur=16, n_loop=1, n_expert=8),
+    "looped-moe-both": dict(LOOPED_MOE, n_recur=8, n_loop=2, n_expert=8),
     "readout-44m": dict(READOUT, n_embd=512, n_recur=8, batch_size=64, max_steps=105_000),
     "readout-129m": dict(READOUT, n_embd=768, n_recur=12, batch_size=32, max_steps=210_000),
 }
@@ -362,14 +368,18 @@ def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding and head. Muon's update has
     AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
     matrices = [p for name, p in model.named_parameters() if not name.startswith(("embed", "head"))]
-    groups = [{"params": [model.head.weight], "weight_decay": args.weight_decay},
+    w = model.cfg.width_ratio                    # 1 without muP
+
+    def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
+        return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
+    groups = [{"params": [model.head.weight], **slower(w)},
               {"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
     optimizers = []
-    if args.optimizer == "muon":
-        optimizers.append(torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=args.weight_decay,
+    if args.optimizer == "muon":                 # all singular values equal: an update's norm grows as sqrt(w), not w
+        optimizers.append(torch.optim.Muon([{"params": matrices, **slower(w ** 0.5)}], lr=args.learning_rate,
                                            adjust_lr_fn="match_rms_adamw"))
     else:
-        groups.append({"params": matrices, "weight_decay": args.weight_decay})
+        groups.append({"params": matrices, **slower(w)})
     fused = model.table.device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
     return optimizers
@@ -493,10 +503,11 @@ def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
     ids = model.generate(start, min(200, cfg.block_size), temperature=0.8, top_k=50, generator=generator)
     sample = encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
     write_atomic(out / "sample.txt", sample.encode())
-    counts = cfg.param_counts()
+    counts = cfg.param_counts(active=True)       # what the scaling law counts: the experts that work on a token
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
-                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=0, inject=cfg.inject, n_once=counts["once"],
-                   n_rec=counts["recurrent"] + counts["injection"], n_total=sum(counts.values()), tokens=tokens,
+                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
+                   n_once=counts["once"], n_rec=counts["recurrent"] + counts["injection"],
+                   n_total=sum(cfg.param_counts().values()), tokens=tokens,
                    flops=cfg.flops_per_token() * tokens, val_loss=val["loss"], val_bpb=val["bpb"],
                    wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"], val_norm=val["norm"])
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
@@ -535,7 +546,7 @@ def train(args, given):
             changed.update({name: given[name] for name in EXTENDABLE & given.keys()})
             if any(given.get(h) for h in HORIZON):
                 changed.update({h: given.get(h, 0) for h in HORIZON})
-        args = argparse.Namespace(**{**state["args"], **changed, "out_dir": args.out_dir})
+        args = argparse.Namespace(**{**DEFAULTS, **state["args"], **changed, "out_dir": args.out_dir})
     elif args.resume:
         stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
     if args.batch_size % world:
@@ -593,7 +604,8 @@ def train(args, given):
         counts = cfg.param_counts()
         tokens = max_steps * tokens_per_step
         print(" + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
-              + f" = {sum(counts.values()) / 1e6:.2f}M parameters\n"
+              + f" = {sum(counts.values()) / 1e6:.2f}M parameters"
+              + (f", {sum(cfg.param_counts(active=True).values()) / 1e6:.2f}M active" if cfg.n_expert else "") + "\n"
               f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
               f"{F / 1e6:.1f} MFLOPs/token\n{max_steps} steps x {tokens_per_step} = {tokens / 1e6:.2f}M tokens "
               f"({tokens / meta['splits']['train']['tokens']:.2f} epochs), {F * tokens:.2e} FLOPs\n"
@@ -602,7 +614,8 @@ def train(args, given):
         passes = range(1, cfg.n_loop + 1)
         write_rows = open_metrics(out / "metrics.csv", step, [
             "step", "tokens", "flops", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s",
-            *(f"val_ce_{k}" for k in passes if args.loss == "per_loop"), *(f"val_norm_{k}" for k in passes)])
+            *(f"val_ce_{k}" for k in passes if args.loss == "per_loop"), *(f"val_norm_{k}" for k in passes),
+            *(("balance", "z") if cfg.n_expert else ())])
 
     signals = []
     previous = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -637,7 +650,7 @@ def train(args, given):
                 group["lr"] = lr * group.get("lr_scale", 1)
         starts = batch_starts(args.seed, step, args.batch_size * args.grad_accum, meta["splits"]["train"]["tokens"],
                               cfg.block_size)
-        loss = torch.zeros((), device=device)
+        loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
             mine = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
             x, y = read_windows(folder / "train.bin", meta["dtype"], mine, cfg.block_size)
@@ -647,16 +660,24 @@ def train(args, given):
                 _, result = ddp(x.to(device), y.to(device), loss=args.loss, norm_penalty=args.norm_penalty)
             (result["loss"] / args.grad_accum).backward()
             loss += result["ce"][-1].detach() / args.grad_accum
+            if cfg.n_expert:
+                router += torch.stack([result["balance"], result["z"]]).detach() / args.grad_accum
+                load = load + result["load"]
         grad_norm = clip_and_measure(model, args.grad_clip)
-        report = torch.stack([loss / world, grad_norm / world, torch.tensor(float(bool(signals)), device=device)])
+        report = torch.stack([loss / world, grad_norm / world, torch.tensor(float(bool(signals)), device=device),
+                              *router / world])
         if world > 1:
             dist.all_reduce(report)
-        train_loss, grad_norm, stopping = report.tolist()
+            if cfg.balance == "bias" and cfg.n_expert:
+                dist.all_reduce(load)
+        train_loss, grad_norm, stopping, balance, z = report.tolist()
         if not math.isfinite(train_loss + grad_norm):
             refuse_to_go_on(f"the loss ({train_loss}) or the gradient ({grad_norm})")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if cfg.balance == "bias" and cfg.n_expert:
+            model.rebalance(load)
         step += 1
         window, window_steps = window + time.perf_counter() - tick, window_steps + 1
         wall_s += time.perf_counter() - tick
@@ -674,6 +695,8 @@ def train(args, given):
             window, window_steps = 0.0, 0
             row = dict(step=step, tokens=step * tokens_per_step, flops=F * step * tokens_per_step, lr=lr,
                        train_loss=train_loss, grad_norm=grad_norm, tok_per_s=round(speed))
+            if cfg.n_expert:
+                row.update(balance=balance, z=z)
             if evaluates:
                 row.update(val_loss=val["loss"], val_bpb=val["bpb"])
                 row.update({f"val_norm_{k}": n for k, n in enumerate(val["norm"], 1)})

@@ -480,6 +480,34 @@ def test_plan_flags(cli):
     assert max(budgets) >= 16 * min(budgets)
 
 
+def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
+    """base, looped, moe and looped-moe of one width have equal FLOPs per token, and isoflop tells them apart: offsets
+    that were planted in the loss come back as differences of the optima, at the N of the active parameters."""
+    import train as T
+    offset = {(1, 0): 0.0, (1, 8): -0.06, (2, 0): 0.05, (2, 8): -0.02}
+    lines, rng, rows = cli("plan", "--preset=moe").stdout.splitlines(), np.random.default_rng(0), []
+    lines += cli("plan", *"--preset=moe --budgets 3.5e12 7e12 --widths 64 --seeds 43".split()).stdout.splitlines()
+    for line in lines:
+        args, _ = T.parse(line.split("  # ")[0].split()[2:])
+        cfg = T.config_of(args, args.vocab_size)
+        n, per_token = cfg.param_counts(active=True), cfg.flops_per_token()
+        assert f"F={per_token:.4g}" in line and cfg.depth() == 8
+        best = 2e5 * (args.max_flops / 3.5e12) ** 0.5 / cfg.n_loop
+        loss = 4 + 0.1 * np.log(n["recurrent"] / best) ** 2 + offset[cfg.n_loop, cfg.n_expert]
+        rows.append(dict(n_loop=cfg.n_loop, n_expert=cfg.n_expert, inject="none", n_embd=cfg.n_embd, seed=args.seed,
+                         n_once=0, n_rec=n["recurrent"], tokens=args.max_flops / per_token, flops=args.max_flops,
+                         val_loss=loss + 1e-3 * rng.standard_normal()))
+    assert len(rows) == 36 + 8
+    table = tmp_path / "moe.csv"
+    table.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]))
+    done = cli("isoflop", table, "--by=n_loop,n_expert")
+    assert done.returncode == 0, done.stderr
+    for (r, experts), planted in offset.items():
+        at = next(line for line in done.stdout.splitlines() if line.startswith(f"{r},{experts}  3.50e+12"))
+        n_star, loss = (float(part.split(" [")[0]) for part in (at.split("  ")[2], at.split("  ")[4]))
+        assert n_star == pytest.approx(2e5 / r, rel=0.1) and loss == pytest.approx(4 + planted, abs=0.01)
+
+
 def test_allocate(cli):
     done = cli("allocate", "--flops=1e18", "--n_loop=4", "--convention=page")
     assert done.returncode == 0, done.stderr
