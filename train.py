@@ -678,6 +678,7 @@ def train(args, given):
         val = val or validate()                  # resumed at the very end: the summary alone was missing
         finish(out, model, encoding, args, cfg, val, step * tokens_per_step, wall_s)
     if world > 1:
+        dist.barrier()                           # gloo can deadlock when it is torn down right behind a reduction
         dist.destroy_process_group()
 
 
