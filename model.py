@@ -385,7 +385,7 @@ class LoopedLM(nn.Module):
         loss="per_loop"), "norm" (K,) the mean Euclidean length of H_k, and "loss", the objective: mean of ce plus
         norm_penalty times the mean square of H_k over passes, tokens, channels (arXiv 2606.24898, sec. 3). With
         experts also "balance" and "z", the router losses averaged over (layer, pass), which "loss" includes and "ce"
-        never does, and "load" (L_eff, E), assignments per expert; routing: a moe.Routing that keeps or directs choices."""
+        never does, and "load" (L_eff, E), assignments per expert; routing: a moe.Routing to keep or direct choices."""
         if loss not in ("terminal", "per_loop"):
             raise ValueError(f"loss={loss}: choose terminal or per_loop")
         if targets is not None and cache:

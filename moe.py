@@ -3,8 +3,8 @@ Sparse feed-forward layers for the loop: every token takes n_active of n_expert 
 layer can do different work in each pass (arXiv 2605.09165). A model with --n_expert=8 has them in every block; its
 active parameters and FLOPs per token are those of the dense model, since each expert is n_active times narrower.
 
-    python train.py --n_expert=8 --out_dir=out/moe           # train one; presets looped-moe-* have the paper's shapes
-    python moe.py --ckpt=out/moe                             # does a token change experts between passes? beside chance
+    python train.py --n_expert=8 --out_dir=out/mix            # train one; presets looped-moe-* have the paper's shapes
+    python moe.py --ckpt=out/mix                              # do passes differ in experts? beside chance
 
 As a script: how much the experts of consecutive passes agree, layer by layer, beside three baselines the paper leaves
 out (uniform chance, chance at the measured loads, the untrained model), and the test by intervention: what the loss

@@ -723,9 +723,17 @@ def train(args, given):
     if master:
         finish(out, model, encoding, args, cfg, val, step * tokens_per_step, wall_s)
     if world > 1:
-        dist.destroy_process_group()
+        dist.barrier()                           # nobody leaves while another still needs the group
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")     # a sample may hold characters that the terminal's encoding lacks
-    train(*parse())
+    status = 0
+    try:
+        train(*parse())
+    except SystemExit as e:
+        status = e.code
+    if dist.is_initialized():                    # gloo's destructor can wait for a thread that waits for the GIL: leave
+        sys.stdout.flush()                       # without taking anything down
+        os._exit(status or 0)
+    sys.exit(status)
