@@ -515,7 +515,8 @@ def cmd_isoflop(args):
         a, b, c = np.linalg.pinv(basis) @ loss.T
         vertex = np.where(a > 0, -b / (2 * a), np.nan)  # one that bends down has no optimum
         log_d = np.polyval(np.polyfit(basis[:, 1], np.log(cell["tokens"]), 2), vertex)
-        star = [np.exp(vertex + log_n.mean()), np.exp(log_d), c - b ** 2 / (4 * a)]
+        with np.errstate(over="ignore"):         # the vertex of a nearly straight line is far away
+            star = [np.exp(vertex + log_n.mean()), np.exp(log_d), c - b ** 2 / (4 * a)]
         optima.setdefault(name, {})[budget] = star
         first = optima[next(iter(optima))].get(budget, star)
         print(f"{name:4s} {budget:.2e}  " + "  ".join(map(span, star, (3, 3, 5)))
