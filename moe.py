@@ -295,7 +295,8 @@ def plot_routing(r, path, title):
         bars.bar(names, share, bottom=below, color=colour, label=key, width=0.7)
         below = [b + s for b, s in zip(below, share)]
     bars.axhline(r["uniform"]["disjoint"], color="black", ls="--", lw=1, label="disjoint, uniform chance")
-    bars.set(xlabel="layer of the loop", ylabel="share of tokens", title="expert sets of consecutive passes")
+    bars.set(xlabel="layer of the loop", ylabel="share of tokens", ylim=(0, 1.4),         # room for the legend
+             title="expert sets of consecutive passes")
     jaccard.plot(names, [a["jaccard"] for a in r["layers"]], "o-", color="C3", label="trained")
     jaccard.plot(names, [a["untrained"]["jaccard"] for a in r["layers"]], "s-", color="C0", label="untrained")
     jaccard.plot(names, [a["shuffled"]["jaccard"] for a in r["layers"]], "^-", color="0.5",
