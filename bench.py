@@ -115,8 +115,6 @@ def feed_forward(spec):
     device, bf16, layer = pick_device(args.device), spec["bf16"], spec["layer"]
     if device == "cpu":
         keep_freed_memory()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if layer == "dense":
         module = SwiGLU(WIDTH, HIDDEN)

@@ -184,9 +184,10 @@ def complete(line):
                  "eval_interval", "threads", "peak_tflops", *HORIZON):
         if not 0 <= a[name] < math.inf:
             stop(f"--{name}={a[name]}: must be a finite number and not negative")
-    for name, below in (("beta2", 1), ("final_lr", 1 + 1e-9), ("seed", 2 ** 63)):
-        if not 0 <= a[name] < below:
-            stop(f"--{name}={a[name]}: must be at least 0 and at most {round(below)}")
+    for name, fits, limit in (("beta2", a["beta2"] < 1, "below 1"), ("final_lr", a["final_lr"] <= 1, "at most 1"),
+                              ("seed", a["seed"] < 2 ** 63, "below 2^63")):
+        if not (fits and a[name] >= 0):
+            stop(f"--{name}={a[name]}: must be at least 0 and {limit}")
     return argparse.Namespace(**a)
 
 
@@ -640,6 +641,7 @@ def train(args, given):
         model.train()
         return val
 
+    biased = cfg.n_expert and cfg.balance == "bias"
     val, begun, first = None, time.time(), step
     window, window_steps = 0.0, 0
     while step < max_steps:
@@ -668,7 +670,7 @@ def train(args, given):
                               *router / world])
         if world > 1:
             dist.all_reduce(report)
-            if cfg.balance == "bias" and cfg.n_expert:
+            if biased:
                 dist.all_reduce(load)
         train_loss, grad_norm, stopping, balance, z = report.tolist()
         if not math.isfinite(train_loss + grad_norm):
@@ -676,7 +678,7 @@ def train(args, given):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if cfg.balance == "bias" and cfg.n_expert:
+        if biased:
             model.rebalance(load)
         step += 1
         window, window_steps = window + time.perf_counter() - tick, window_steps + 1

@@ -81,7 +81,7 @@ def own_text(paths):
         if size < 20:
             stop(f"--input: {len(text)} characters are too few to split into train, val and test: give longer text")
         ends = [text.find("\n", i * size, (i + 1) * size) + 1 or i * size for i in range(1, 100)]
-        texts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
+        texts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)]) if a < b]
     return split_by_document(texts)
 
 
@@ -122,8 +122,6 @@ def articles(rows):
 def train_bpe(documents, vocab_size):
     """Byte-level BPE of vocab_size tokens, <|endoftext|> included, as a tiktoken.Encoding."""
     import rustbpe
-    if vocab_size < 257:
-        stop(f"--vocab_size {vocab_size}: a byte-level vocabulary has 256 bytes and {EOT}, so at least 257")
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(documents), vocab_size=vocab_size - 1)
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
@@ -198,6 +196,8 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
              "fineweb-edu")
     if hub_path and (inputs or dataset == "sotu"):
         stop("--hub_path is where a --dataset of the hub is read from: give it with wikitext103 or fineweb-edu")
+    if tokenizer == "bpe" and vocab_size < 257:
+        stop(f"--vocab_size {vocab_size}: a byte-level vocabulary has 256 bytes and {EOT}, so at least 257")
     if inputs:
         dataset, stream = Path(inputs[0]).stem, own_text(inputs)
     else:

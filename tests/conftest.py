@@ -34,6 +34,16 @@ def tiny(corpus, tmp_path):
 
 
 @pytest.fixture
+def torchrun():
+    """torchrun(*flags) trains in two processes; fails the test when they do."""
+    def call(*flags):
+        r = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                            str(ROOT / "train.py"), *flags], capture_output=True, text=True, timeout=300)
+        assert r.returncode == 0, r.stderr[-2000:]
+    return call
+
+
+@pytest.fixture
 def run():
     """run(script, *flags, cwd=..., env=...) as a subprocess; the result has returncode, stdout, stderr."""
     def call(script, *flags, cwd=ROOT, env=None, timeout=600):

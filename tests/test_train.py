@@ -235,14 +235,11 @@ def test_accumulated_gradients_equal_the_full_batchs():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_two_processes_train_the_same_run(tiny, tmp_path):
+def test_two_processes_train_the_same_run(tiny, tmp_path, torchrun):
     """torchrun with gloo, gradient accumulation included: losses, gradients and validation as in one process."""
     flags = ("--grad_accum=2", "--max_steps=4", "--eval_interval=2")
     train(tiny(*flags, out="one"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(T.ROOT / "train.py"), *tiny(*flags, out="two")]
-    r = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert r.returncode == 0, r.stderr[-2000:]
+    torchrun(*tiny(*flags, out="two"))
     for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
         for key in ("train_loss", "grad_norm", "val_loss", "val_bpb"):
             if a[key]:
@@ -484,13 +481,21 @@ def trained_once(tmp_path_factory, corpus):
     return get
 
 
-def test_weights_differ_between_seeds():
-    a, b = (T.parse([f"--seed={s}"])[0] for s in (1, 2))
-    models = []
-    for args in (a, b, a):
-        torch.manual_seed(args.seed)
-        models.append(LoopedLM(T.config_of(args, 300)).state_dict())
-    assert not equal(models[0], models[1]) and equal(models[0], models[2])
+def test_seed_draws_the_initial_weights(tiny, tmp_path, monkeypatch):
+    """With the batches held fixed, so that nothing but the initial weights can differ."""
+    original = T.batch_starts
+    monkeypatch.setattr(T, "batch_starts", lambda seed, *a: original(0, *a))
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(tiny(f"--seed={seed}", "--max_steps=1", out=out))
+    assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not equal(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+def test_utilisation_is_printed_only_where_the_peak_is_known(tiny, capsys):
+    train(tiny("--max_steps=2", out="unknown"))
+    assert "MFU" not in capsys.readouterr().out
+    train(tiny("--max_steps=2", "--peak_tflops=0.001", out="known"))
+    assert "% MFU" in capsys.readouterr().out
 
 
 # --- refusals: one sentence, status 2, before any work ---
