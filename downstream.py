@@ -627,7 +627,8 @@ def main(argv=None):
     names = [Path(c).resolve().name for c in a.ckpt]
     names = names if len(set(names)) == len(names) and "ckpt.pt" not in names else a.ckpt
     columns, per_run = [], sum(len(pairs) for items in tasks.values() for pairs, _ in items)
-    with tqdm(total=per_run * len(loaded) * len(a.n_loop), unit=" requests", disable=not sys.stderr.isatty()) as bar:
+    seldom = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}       # in a log, a line a minute
+    with tqdm(total=per_run * len(loaded) * len(a.n_loop), unit=" requests", **seldom) as bar:
         for ckpt, name, (model, state), (folder, meta) in zip(a.ckpt, names, loaded, corpora):
             encoding = load_tokenizer(folder)
             for K in a.n_loop:
