@@ -491,7 +491,7 @@ def plot(columns, unit, path):
     runs = [[c for c in columns if c["ckpt"] == ckpt] for ckpt in dict.fromkeys(c["ckpt"] for c in columns)]
     deep = [run for run in runs if len(run) > 1]
     shown = [axis for axis in AXES if all(axis in c["axes"] for c in columns)]
-    fig, axs = plt.subplots(1, 2 if deep else 1, figsize=(15 if deep else 8, 5.2), layout="constrained", squeeze=False)
+    fig, axs = plt.subplots(1, 2 if deep else 1, figsize=(15 if deep else 8, 5.6), layout="constrained", squeeze=False)
 
     def draw(ax, cells, x, **style):
         for i, axis in enumerate(shown):
@@ -501,14 +501,15 @@ def plot(columns, unit, path):
     left, order = axs[0, 0], sorted(columns, key=lambda c: c[f"val_{unit}"])
     draw(left, order, f"val_{unit}")
     for c in order:
-        left.annotate(c["label"], (c[f"val_{unit}"], 0.01), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
-                      xytext=(2, 0), textcoords="offset points", color="0.4")
+        left.annotate(c["label"], (c[f"val_{unit}"], 0.99), xycoords=("data", "axes fraction"), rotation=90, va="top",
+                      xytext=(2, 0), textcoords="offset points", color="0.4", fontsize=7)
+    left.margins(y=0.2)                          # room for these labels
     ranked = sum(all(a["axes"][axis]["score"] < b["axes"][axis]["score"] for a, b in zip(order, order[1:]))
                  for axis in shown)
     left.set(xlabel=f"validation loss ({text})", ylabel=f"loss on the right continuation ({text})",
              title=f"{ranked} of {len(shown)} axes rank them as validation loss does" if len(columns) > 1 else
              f"{columns[0]['label']}: continuation loss by axis")
-    left.legend(fontsize=8)
+    fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     for run, style in zip(deep, ("-", "--", ":", "-.") * len(deep)):
         draw(axs[0, 1], run, "n_loop", ls=style)
         axs[0, 1].plot([c["n_loop"] for c in run], [c[f"val_{unit}"] for c in run], style, color="black", lw=1.5,

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import socket
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import downstream as D
 import train as T
-from conftest import ROOT
+from data.prepare import load_tokenizer
 from model import Config, LoopedLM
 
 CONFIG = dict(vocab_size=70, block_size=32, n_embd=32, n_head=2)
@@ -368,3 +369,16 @@ def test_list_needs_no_checkpoint(capsys):
     D.main(["--list"])
     out = capsys.readouterr().out
     assert all(name in out for name in [*D.TASKS, *D.ELSEWHERE, *D.AXES])
+
+
+def test_lm_eval_generation_is_greedy_and_stops(trained):
+    pytest.importorskip("lm_eval")
+    model, state = T.load_model(trained)
+    encoding = load_tokenizer(T.open_data(SimpleNamespace(**state["args"]))[0])
+    prompt = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary("abc")]])
+    plain = encoding.decode(model.generate(prompt, 12, temperature=0, n_loop=2)[0, prompt.size(1):].tolist())
+    assert len(plain) > 3
+    adapter = D.harness(model, encoding, 2, 8)
+    whole, stopped = adapter.generate_until([SimpleNamespace(args=("abc", {"until": until, "max_gen_toks": 12}))
+                                             for until in ([], [plain[3], "\x00"])])
+    assert whole == plain and stopped == plain.split(plain[3])[0]
