@@ -616,7 +616,7 @@ def main(argv=None):
             probe.touch()
             probe.unlink()
     except OSError as e:
-        stop(f"cannot write to {e.filename} ({e.strerror}): give another --out_dir or --json")
+        stop(f"cannot write {target}, or a plot in {out} ({e.strerror}): give another --out_dir or --json")
     skipped = {name: missing(name) for name in a.tasks if missing(name)}
     for needed in dict.fromkeys(skipped.values()):
         print(f"skipped: {', '.join(n for n in skipped if skipped[n] == needed)}: their data comes with the package "
