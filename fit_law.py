@@ -12,7 +12,9 @@ matrices), N_rec those that run r times. phi = 1: a loop is worth a fresh block;
     python fit_law.py fit runs.csv --compare            # the law with intervals; laws ranked by held-out error; 2 s
     python fit_law.py isoflop runs.csv                  # optimum N*, D*, L* of each budget, no law assumed; 1 s
     python fit_law.py allocate --flops=1e20 --n_loop=4  # best width under the law, what the same loss costs at r=1; 3 s
-    python fit_law.py compare base.csv trick.csv        # phi with a looping trick minus phi without it; 2 s
+    python fit_law.py plan --preset=trick --name=mine --flags='--inject=hyper' > sweep.sh     # a looping trick of yours
+    python fit_law.py compare base.csv trick.csv        # phi with it minus phi without it; --table adds a line to the
+    python fit_law.py table                             # scoreboard, results/phi_table.csv, drawn by this one
 
 For fixed alpha, beta and phi the law is linear in E, A and B, so a start needs only the first three; from there
 Levenberg-Marquardt with the exact Jacobian goes downhill on many problems at once: all 12 starts take 10 ms and 1,000
@@ -663,22 +665,24 @@ def cmd_allocate(args):
 
 # Sweeps: n_embd for each budget in FLOPs, n_loop and n_expert, the blocks of all passes together (`looped`), the flags
 # of a run, and the FLOP/s that the time is estimated for.
+POCKET = dict(  # the paper's proportions at half its depth, 1 + 8/r x r + 1; one head, and a core for each run
+    widths={6e11: [16, 24, 32, 48], 1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]},
+    loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=2, looped=8, vocab_size=1024, speed=3.5e10,
+    flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --n_head=1 --n_recur={n_recur} --n_loop={n_loop} "
+          "--inject={inject} --batch_size=4 --learning_rate=0.02 --eval_interval=0 --eval_tokens=131072 --threads=1")
 PRESETS = {
     "paper": dict(  # the 116 runs of arXiv 2604.21106
         widths={4.64e17: [384, 512, 640, 768], 1e18: [384, 512, 640, 768, 896], 2.15e18: [512, 640, 768, 896, 1024],
                 4.64e18: [640, 768, 896, 1024, 1152, 1280], 1e19: [768, 1024, 1152, 1280, 1536],
                 2.15e19: [1152, 1536, 1792, 2176]},
-        loops=[1, 2, 4, 8], experts=[0], inject="linear", head_dim=128, looped=16, vocab_size=32064, speed=4e14,
+        loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=128, looped=16, vocab_size=32064, speed=4e14,
         flags="--preset=isodepth-r{n_loop} --n_embd={n_embd}"),
-    "pocket": dict(  # the paper's proportions at half its depth, 1 + 8/r x r + 1; a core for each run
-        widths={1e12: [16, 32, 48, 64], 2.5e12: [16, 32, 48, 64], 6.3e12: [32, 48, 64, 80], 1.6e13: [32, 48, 64, 96]},
-        loops=[1, 2, 4, 8], experts=[0], inject="linear", head_dim=16, looped=8, vocab_size=1024, speed=4.5e10,
-        flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --head_dim=16 --n_recur={n_recur} --n_loop={n_loop} "
-              "--inject={inject} --eval_interval=0 --eval_tokens=131072 --threads=1"),
+    "pocket": POCKET,
+    "trick": dict(POCKET, loops=[2, 4], widths={6e11: [16, 24, 32], 1.5e12: [24, 32, 48], 3.8e12: [32, 48, 64]}),
     "moe": dict(  # base, looped, moe and looped-moe of arXiv 2605.09165 in small; a core for each run
         widths={1.5e12: [16, 32, 64], 3.5e12: [32, 64, 96], 7e12: [32, 64, 128]},
-        loops=[1, 2], experts=[0, 8], inject="none", head_dim=16, looped=8, vocab_size=1024, speed=3e10,
-        flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --n_head={n_head} --n_prelude=0 "
+        loops=[1, 2], experts=[0, 8], inject="none", multiple=16, looped=8, vocab_size=1024, speed=3e10,
+        flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --head_dim=16 --n_prelude=0 "
               "--n_recur={n_recur} --n_coda=0 --n_loop={n_loop} --inject=none --loop_norm=false --n_expert={n_expert} "
               "--eval_interval=0 --eval_tokens=131072 --threads=1"),
 }
@@ -693,10 +697,10 @@ def cmd_plan(args):
             stop(f"--budgets={budget:g}: the {args.preset} preset has no widths for it: give --widths")
         for d, r, n_expert in product(args.widths or grid["widths"][budget], args.loops or grid["loops"],
                                       grid["experts"]):
-            if d % grid["head_dim"] or grid["looped"] % r:
-                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['head_dim']} as widths and "
+            if d % grid["multiple"] or grid["looped"] % r:
+                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
                      f"loop counts that divide {grid['looped']}")
-            flags = grid["flags"].format(n_embd=d, n_head=d // grid["head_dim"], n_loop=r, n_recur=grid["looped"] // r,
+            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=grid["looped"] // r,
                                          inject=grid["inject"] if r > 1 else "none", n_expert=n_expert)
             for seed in args.seeds:
                 name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
