@@ -52,6 +52,7 @@ class Config:
     n_expert: int = 0         # E experts in every feed-forward layer (moe.py); 0: dense layers
     n_active: int = 2         # k, experts per token, each 1/k as wide as the dense layer: equal FLOPs
     balance: str = "loss"     # how experts are kept in use: loss (in the objective) | bias (on the choice only)
+    tied: bool = False        # the head uses the embedding's matrix, drawn from N(0, 1)
     mup_base: int = 0         # muP: the width at which the learning rate was tuned; 0: off
 
     def __post_init__(self):
@@ -72,6 +73,8 @@ class Config:
             raise ValueError(f"balance={self.balance}: choose loss or bias")
         if self.mup_base < 0:
             raise ValueError(f"mup_base={self.mup_base}: must not be negative; 0 turns muP off")
+        if self.mup_base and self.tied:
+            raise ValueError("tied with mup_base: under muP embedding and head have different scales; drop one of them")
         if self.n_expert < 0 or self.n_expert == 1:
             raise ValueError(f"n_expert={self.n_expert}: a mixture needs at least 2 experts; 0 is a dense layer")
         if self.n_expert and not 1 <= self.n_active <= self.n_expert:
@@ -128,7 +131,7 @@ class Config:
                 "once": (self.n_prelude + self.n_coda) * block,                    # N_once
                 "recurrent": self.n_recur * block,                                 # N_rec, without the injection
                 "injection": {"linear": 2 * D * D, "hyper": self.n_loop * LANES * (LANES + 2)}.get(self.inject, 0),
-                "head": self.padded_vocab * D}
+                "head": 0 if self.tied else self.padded_vocab * D}
 
     def flops_per_token(self, n_loop=None, train=True, bptt=0, readouts=1):
         """FLOPs per token at full context: 2 per multiply-add and parameter used, shared ones once per pass; attention
@@ -139,7 +142,7 @@ class Config:
         layer = 2 * n["recurrent"] // self.n_recur + 4 * D * self.block_size
         inject = {"linear": 2 * D * D, "hyper": LANES * (LANES + 2) * D}.get(self.inject, 0)
         one_pass = self.n_recur * layer + 2 * inject
-        once = self.n_prelude * layer + readouts * (self.n_coda * layer + 2 * n["head"])
+        once = self.n_prelude * layer + readouts * (self.n_coda * layer + 2 * self.padded_vocab * D)
         return once + r * one_pass + (2 * (once + min(bptt or r, r) * one_pass) if train else 0)
 
 
@@ -308,6 +311,8 @@ class LoopedLM(nn.Module):
                                            "mix": nn.Parameter(torch.empty(cfg.n_loop, LANES, LANES)),
                                            "write": nn.Parameter(torch.empty(cfg.n_loop, LANES))})
         self.head = Linear(D, cfg.padded_vocab)
+        if cfg.tied:
+            self.head.weight = self.embed.weight
         self.register_buffer("table", rotary_table(cfg.block_size, D // cfg.n_head), persistent=False)
         self.init_weights()
         assert sum(cfg.param_counts().values()) == sum(p.numel() for p in self.parameters())

@@ -69,6 +69,7 @@ FLAGS = {
         ("n_expert", int, 0, "experts in every feed-forward layer; 0: dense layers"),
         ("n_active", int, 2, "experts that a token takes, each 1/n_active as wide as the dense layer"),
         ("balance", str, "loss", "keep the experts in use by a loss | a bias on the choice, without that loss"),
+        ("tied", boolean, False, "the head uses the embedding's matrix, drawn from N(0, 1)"),
         ("mup_base", int, 0, "muP: the width for which learning_rate was found; 0: off")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
@@ -391,8 +392,9 @@ def make_optimizers(model, args):
 
     def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
         return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
-    groups = [{"params": [model.head.weight], **slower(w)},
-              {"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
+    groups = [{"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
+    if not model.cfg.tied:
+        groups.append({"params": [model.head.weight], **slower(w)})
     if model.cfg.inject == "hyper":
         groups.append({"params": list(model.lanes.parameters()), "weight_decay": 0.0})
     optimizers = []

@@ -21,7 +21,8 @@ PYTHON = [c for c in SHELL if c.startswith("python ")]
 BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```", README, re.S)
        for line in block.splitlines() if "train.py" in line]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
-         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"]}
+         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"],
+         "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
 
 
 def test_readme_begins_with_two_set_up_commands():

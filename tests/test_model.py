@@ -375,6 +375,20 @@ def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies(monkeypat
     torch._dynamo.reset()
 
 
+# --- tied embedding ---
+def test_a_tied_head_is_the_embedding():
+    model = LoopedLM(Config(**SMALL, tied=True))
+    assert model.head.weight is model.embed.weight and model.cfg.param_counts()["head"] == 0
+    assert sum(model.cfg.param_counts().values()) == sum(p.numel() for p in model.parameters())
+    assert model.cfg.flops_per_token() == Config(**SMALL).flops_per_token()
+    h = torch.randn(1, 3, 32)
+    context = model.context(tokens(1, 3), 4, None)
+    state = model.run(model.coda, h, context, 5)
+    torch.testing.assert_close(model.logits(h, context, 4), (M.norm(state) @ model.embed.weight.T)[..., :100])
+    with pytest.raises(ValueError, match="tied"):
+        Config(**SMALL, tied=True, mup_base=16)
+
+
 # --- truncated backpropagation ---
 def open_loop(**kw):
     """A model whose passes read the state: as initialised, [I | 0], the linear injection passes e only."""

@@ -452,7 +452,7 @@ def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
 # --- every flag does something ---
 @pytest.mark.parametrize("flag", [
     "--seed=2", "--n_embd=64", "--head_dim=8", "--n_head=1", "--block_size=16", "--n_prelude=2", "--n_recur=2",
-    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--inject=hyper", "--bptt=1",
+    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--tied", "--inject=hyper", "--bptt=1",
     "--sample_loops", "--loop_norm=false", "--readout=raw", "--readout=final",
     "--loss=per_loop", "--norm_penalty=1", "--batch_size=8", "--grad_accum=2", "--optimizer=adamw",
     "--learning_rate=0.02", "--embed_lr=1", "--weight_decay=1", "--beta2=0.5", "--grad_clip=0.01", "--schedule=linear",
