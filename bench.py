@@ -28,8 +28,8 @@ import torch
 import moe
 from data.prepare import stop
 from model import Linear, LoopedLM, SwiGLU
-from train import (clip_and_measure, config_of, keep_freed_memory, make_optimizers, parse, peak_flops, pick_device,
-                   pick_dtype)
+from train import (clip_and_measure, config_of, flops_of, keep_freed_memory, make_optimizers, parse, peak_flops,
+                   pick_device, pick_dtype)
 
 
 # --- contenders: each returns (measure, tokens per measurement, FLOPs per token or None) ---
@@ -54,13 +54,14 @@ def ours(spec):
     def step():
         for _ in range(args.grad_accum):
             with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=bf16):
-                loss = model(*batches, loss=args.loss, norm_penalty=args.norm_penalty)[1]["loss"]
+                loss = model(*batches, loss=args.loss, norm_penalty=args.norm_penalty,
+                             bptt=args.bptt)[1]["loss"]
             (loss / args.grad_accum).backward()
         clip_and_measure(model, args.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return timed(step, device), args.grad_accum * batches[0].numel(), cfg.flops_per_token()
+    return timed(step, device), args.grad_accum * batches[0].numel(), flops_of(args, cfg)
 
 
 def nanogpt(spec):

@@ -12,7 +12,9 @@ matrices), N_rec those that run r times. phi = 1: a loop is worth a fresh block;
     python fit_law.py fit runs.csv --compare            # the law with intervals; laws ranked by held-out error; 2 s
     python fit_law.py isoflop runs.csv                  # optimum N*, D*, L* of each budget, no law assumed; 1 s
     python fit_law.py allocate --flops=1e20 --n_loop=4  # best width under the law, what the same loss costs at r=1; 3 s
-    python fit_law.py compare base.csv trick.csv        # phi with a looping trick minus phi without it; 2 s
+    python fit_law.py plan --preset=trick --name=mine --flags='--inject=hyper' > sweep.sh     # a looping trick of yours
+    python fit_law.py compare base.csv trick.csv        # phi with it minus phi without it; --table adds a line to the
+    python fit_law.py table                             # scoreboard, results/phi_table.csv, drawn by this one
 
 For fixed alpha, beta and phi the law is linear in E, A and B, so a start needs only the first three; from there
 Levenberg-Marquardt with the exact Jacobian goes downhill on many problems at once: all 12 starts take 10 ms and 1,000
@@ -22,6 +24,7 @@ import argparse
 import csv
 import json
 import os
+import shlex
 import sys
 from itertools import product
 
@@ -465,7 +468,8 @@ def cmd_compare(args):
         both = {k: np.concatenate([base[k], trick[k]]) for k in base.keys() & trick.keys()}
         both["budget"] = nominal_budgets(both["flops"])
         both["sweep"] = np.repeat(["without", "with"], [len(base["flops"]), len(trick["flops"])])
-        both = select(both, np.isin(both["budget"], both["budget"][both["sweep"] == "with"]))
+        both = select(both, np.isin(both["budget"], both["budget"][both["sweep"] == "with"])  # phi is local: equal r
+                      & np.isin(both["n_loop"], [1, *trick["n_loop"]]))
         new = both["sweep"] == "with"
         shared = (both["n_loop"] == 1) & (1 not in trick["n_loop"])  # r=1 has no loop to change
         weights, phi = bootstrap_weights(both, args.resamples, within_r=True), []
@@ -483,7 +487,78 @@ def cmd_compare(args):
               f"{np.nanmean(change[1:] > 0):.1%} of resamples; {mask.sum()} runs, R2 {fit['r2']:.4f}")
         result[name] = {k: dict(phi=float(v[0]), ci=interval(v))
                         for k, v in dict(baseline=phi[0], intervention=phi[1], difference=change).items()}
+        if args.table:
+            add_line(args.table, name, result[name], trick, args)
     write_json(args.json, result)
+
+
+# --- the scoreboard: one line for each thing that was done to the loop ---
+
+COLUMNS = ["trick", "phi", "phi_low", "phi_high", "baseline", "difference", "difference_low", "difference_high", "runs",
+           "n_loop", "budgets", "seeds", "convention", "file"]
+
+
+def read_table(path):
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = list(csv.DictReader(f))
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"cannot read {path} ({error}): `compare ... --table={path}` writes it")
+    for line, row in enumerate(rows, 2):
+        if not np.isfinite([number(row.get(k)) for k in COLUMNS[1:8]]).all():
+            stop(f"{path} line {line}: needs a number for each of {', '.join(COLUMNS[1:8])}: repair or remove it")
+    return rows
+
+
+def add_line(path, name, phi, trick, args):
+    """Write the line of a trick into the scoreboard, in place of an older one of that name and file."""
+    rows, source = read_table(path) if os.path.exists(path) else [], os.path.basename(args.runs)
+    values = [phi["intervention"]["phi"], *phi["intervention"]["ci"], phi["baseline"]["phi"], phi["difference"]["phi"],
+              *phi["difference"]["ci"]]
+    row = dict(zip(COLUMNS, [name, *(f"{v:.4f}" for v in values), len(trick["flops"]),
+                             " ".join(f"{r:g}" for r in np.unique(trick["n_loop"])), len(np.unique(trick["budget"])),
+                             len(np.unique(trick["seed"])), args.convention, source]))
+    rows = [r for r in rows if (r["trick"], r["file"]) != (name, source)] + [row]
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        stop(f"cannot write --table={path} ({error.strerror}): give a file in a folder that exists")
+
+
+def cmd_table(args):
+    """The scoreboard, ranked by what each trick adds to the phi of the same loop without it, and its picture."""
+    rows = sorted(read_table(args.table), key=lambda row: float(row["difference"]))
+    if not rows:
+        stop(f"{args.table} has no line yet: `compare base.csv trick.csv --table={args.table}` adds one")
+    for row in reversed(rows):
+        print("{trick:28s} phi {phi} [{phi_low}, {phi_high}]   {difference} [{difference_low}, {difference_high}] over "
+              "its baseline {baseline}; {runs} runs, r = {n_loop}, {file}".format(**row))
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(1, 2, figsize=(11, 1.6 + 0.42 * len(rows)), sharey=True, layout="constrained")
+    files = list(dict.fromkeys(row["file"] for row in rows))
+    for y, row in enumerate(rows):
+        v, colour = {k: float(row[k]) for k in COLUMNS[1:8]}, f"C{files.index(row['file'])}"
+        for axis, at, low, high in ((axes[0], v["phi"], v["phi_low"], v["phi_high"]),
+                                    (axes[1], v["difference"], v["difference_low"], v["difference_high"])):
+            axis.plot([low, high], [y, y], color=colour, lw=2.5, solid_capstyle="round")
+            axis.plot(at, y, "o", color=colour, ms=7)
+        axes[0].plot(v["baseline"], y, "|", color="0.3", ms=16, mew=2)
+    for k, source in enumerate(files):
+        axes[1].plot([], [], "o-", color=f"C{k}", label=source)
+    axes[0].plot([], [], "|", color="0.3", ms=12, mew=2, label="the same loop without it")
+    axes[0].set(yticks=range(len(rows)), yticklabels=[row["trick"] for row in rows], ylim=(-0.6, len(rows) - 0.4),
+                xlabel="phi: 0 a repeat adds nothing, 1 it is worth a fresh block", title="phi with the trick")
+    axes[1].axvline(0, color="0.3", lw=1)
+    axes[1].set(xlabel="phi with it - phi without it (95% interval)", title="what the trick adds")
+    for axis in axes:
+        axis.grid(alpha=0.25, axis="x")
+    fig.legend(loc="outside lower center", ncols=3, fontsize=8)
+    save_figure(fig, args.plot)
 
 
 def cmd_isoflop(args):
@@ -542,14 +617,9 @@ def saturating_exponent(c, loss):
     return exponents[np.argmin(squares, axis=0)]
 
 
-def model_config(n_prelude, n_recur, n_coda, r, inject, d, head_dim, vocab_size, block_size, n_expert=0):
-    from model import Config  # brings torch along, which the fits do not need
-    return Config(vocab_size=vocab_size, block_size=block_size, n_embd=d, n_head=d // head_dim, n_prelude=n_prelude,
-                  n_recur=n_recur, n_coda=n_coda, n_loop=r, inject=inject if r > 1 else "none", n_expert=n_expert)
-
-
 def cmd_allocate(args):
     """Width and tokens with the lowest loss under the fitted law, and the FLOPs at which r=1 reaches that loss."""
+    from model import Config  # brings torch along, which the fits do not need
     runs = load_runs(args.runs, args.convention)
     check_fittable(runs, args.runs, "power")
     missing = [k for k in ("n_prelude", "n_recur", "n_coda") if k not in runs]
@@ -566,8 +636,9 @@ def cmd_allocate(args):
             stop(f"--n_loop={r}: the {loops * recur} layers of the loop in {args.runs} do not divide by it")
         rows = []
         for d in widths:
-            cfg = model_config(prelude, loops * recur // r, coda, r, str(runs["inject"][like]), d, head_dim,
-                               args.vocab_size, args.block_size)
+            cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
+                         n_prelude=prelude, n_recur=loops * recur // r, n_coda=coda, n_loop=r,
+                         inject=str(runs["inject"][like]) if r > 1 else "none")
             n = cfg.param_counts()
             rows.append((d, cfg.flops_per_token(), *count_parameters(
                 n["once"], n["recurrent"] + n["injection"], n["injection"], d, r, args.convention)))
@@ -592,33 +663,33 @@ def cmd_allocate(args):
           + (f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""))
 
 
-# Sweeps: n_embd for each budget in FLOPs, n_loop and n_expert, the model around it (`once` prelude and as many coda
-# blocks, `looped` blocks in all passes together), and the FLOP/s that the time is estimated for.
+# Sweeps: n_embd for each budget in FLOPs, n_loop and n_expert, the blocks of all passes together (`looped`), the flags
+# of a run, and the FLOP/s that the time is estimated for.
+POCKET = dict(  # the paper's proportions at half its depth, 1 + 8/r x r + 1; one head, and a core for each run
+    widths={6e11: [16, 24, 32, 48], 1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]},
+    loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=2, looped=8, vocab_size=1024, speed=3.5e10,
+    flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --n_head=1 --n_recur={n_recur} --n_loop={n_loop} "
+          "--inject={inject} --batch_size=4 --learning_rate=0.02 --eval_interval=0 --eval_tokens=131072 --threads=1")
 PRESETS = {
     "paper": dict(  # the 116 runs of arXiv 2604.21106
         widths={4.64e17: [384, 512, 640, 768], 1e18: [384, 512, 640, 768, 896], 2.15e18: [512, 640, 768, 896, 1024],
                 4.64e18: [640, 768, 896, 1024, 1152, 1280], 1e19: [768, 1024, 1152, 1280, 1536],
                 2.15e19: [1152, 1536, 1792, 2176]},
-        loops=[1, 2, 4, 8], experts=[0], inject="linear", head_dim=128, once=2, looped=16, block_size=2048,
-        vocab_size=32064, speed=4e14,
+        loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=128, looped=16, vocab_size=32064, speed=4e14,
         flags="--preset=isodepth-r{n_loop} --n_embd={n_embd}"),
-    "pocket": dict(
-        widths={4e12: [32, 64, 96, 128], 1.6e13: [32, 64, 96, 128], 6.4e13: [64, 96, 128, 192]},
-        loops=[1, 2, 4, 8], experts=[0], inject="linear", head_dim=32, once=1, looped=8, block_size=256,
-        vocab_size=4096, speed=2e11,
-        flags="--preset=pocket --n_embd={n_embd} --n_head={n_head} --n_prelude={n_prelude} --n_recur={n_recur} "
-              "--n_coda={n_coda} --n_loop={n_loop} --inject={inject}"),
+    "pocket": POCKET,
+    "trick": dict(POCKET, loops=[2, 4], widths={6e11: [16, 24, 32], 1.5e12: [24, 32, 48], 3.8e12: [32, 48, 64]}),
     "moe": dict(  # base, looped, moe and looped-moe of arXiv 2605.09165 in small; a core for each run
         widths={1.5e12: [16, 32, 64], 3.5e12: [32, 64, 96], 7e12: [32, 64, 128]},
-        loops=[1, 2], experts=[0, 8], inject="none", head_dim=16, once=0, looped=8, block_size=256,
-        vocab_size=1024, speed=3e10,
-        flags="--preset=pocket --vocab_size={vocab_size} --n_embd={n_embd} --n_head={n_head} --n_prelude=0 "
+        loops=[1, 2], experts=[0, 8], inject="none", multiple=16, looped=8, vocab_size=1024, speed=3e10,
+        flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --head_dim=16 --n_prelude=0 "
               "--n_recur={n_recur} --n_coda=0 --n_loop={n_loop} --inject=none --loop_norm=false --n_expert={n_expert} "
               "--eval_interval=0 --eval_tokens=131072 --threads=1"),
 }
 
 
 def cmd_plan(args):
+    from train import config_of, flops_of, parse  # bring torch along, which the fits do not need
     grid, lines, total = PRESETS[args.preset], [], 0
     speed = args.speed or grid["speed"]
     for budget in args.budgets or grid["widths"]:
@@ -626,24 +697,26 @@ def cmd_plan(args):
             stop(f"--budgets={budget:g}: the {args.preset} preset has no widths for it: give --widths")
         for d, r, n_expert in product(args.widths or grid["widths"][budget], args.loops or grid["loops"],
                                       grid["experts"]):
-            if d % grid["head_dim"] or grid["looped"] % r:
-                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['head_dim']} as widths and "
+            if d % grid["multiple"] or grid["looped"] % r:
+                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
                      f"loop counts that divide {grid['looped']}")
-            cfg = model_config(grid["once"], grid["looped"] // r, grid["once"], r, grid["inject"], d,
-                               grid["head_dim"], args.vocab_size or grid["vocab_size"], grid["block_size"], n_expert)
+            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=grid["looped"] // r,
+                                         inject=grid["inject"] if r > 1 else "none", n_expert=n_expert)
             for seed in args.seeds:
                 name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
-                lines.append(f"python train.py {grid['flags'].format(**vars(cfg))} --max_flops={budget:g} "
-                             f"--seed={seed} --out_dir=out/{args.preset}/{name}  "
-                             f"# F={cfg.flops_per_token():.4g} tokens={budget / cfg.flops_per_token():.4g} "
+                flags_of_run = f"{flags} {args.flags} --max_flops={budget:g} --seed={seed} " \
+                               f"--out_dir=out/{args.name or args.preset}/{name}"
+                run, _ = parse(shlex.split(flags_of_run))  # refuses flags that train.py would refuse
+                F = flops_of(run, config_of(run, args.vocab_size or grid["vocab_size"]))
+                lines.append(f"python train.py {' '.join(flags_of_run.split())}  # F={F:.4g} tokens={budget / F:.4g} "
                              f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
                 total += budget
     print("\n".join(lines))
     print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours", file=sys.stderr)
 
 
-SUMMARY = ["run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "n_once", "n_rec",
-           "n_total", "tokens", "flops", "val_loss", "val_bpb", "wall_s", "tok_per_s"]
+SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "n_once",
+           "n_rec", "n_total", "tokens", "flops", "val_loss", "val_bpb", "wall_s", "tok_per_s"]
 
 
 def cmd_collect(args):
@@ -653,7 +726,8 @@ def cmd_collect(args):
         try:
             with open(path, encoding="utf-8") as f:
                 summary = json.load(f)
-            rows.append([summary[k] for k in SUMMARY])
+            sweep = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # out/SWEEP/RUN
+            rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
         except OSError:
             print(f"skipped {folder}: no summary.json, so its run is not finished", file=sys.stderr)
         except (ValueError, KeyError, TypeError) as error:
@@ -723,6 +797,10 @@ def plot_law(runs, fit, draws, result, path):
     phi_axis.set(xlabel=f"phi (convention {result['convention']})", ylabel="resamples",
                  title=f"How sure: {len(draws) - 1:,} resamples of (budget, r) cells")
     phi_axis.legend(fontsize=8)
+    save_figure(fig, path)
+
+
+def save_figure(fig, path):
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     fig.savefig(path, dpi=110)
     print("wrote " + os.path.relpath(path))
@@ -764,6 +842,8 @@ def main():
     add("--widths", type=positive(int), nargs="+", help="n_embd at every budget, instead of the preset's")
     add("--loops", type=positive(int), nargs="+", help="n_loop, instead of the preset's")
     add("--seeds", type=int, nargs="+", default=[42], help="a run for each (default 42)")
+    add("--flags", default="", metavar="'--a=1 --b=2'", help="more flags of train.py for every run: the trick to test")
+    add("--name", help="folder under out/, the name of the sweep (default: the preset)")
     add("--vocab_size", type=positive(int), help="of the data, for the FLOPs (default: the preset's)")
     add("--speed", type=positive(float), help="FLOP/s that you reach, for the time (default: the preset's)")
 
@@ -798,7 +878,14 @@ def main():
     add("runs", **table)
     add("--convention", **convention)
     add("--resamples", **resamples)
+    add("--table", metavar="FILE", help="also add a line to this scoreboard, such as results/phi_table.csv")
     add("--json", **to_json)
+
+    add = command(cmd_table, "the scoreboard of tricks, ranked, with its plot")
+    add("table", nargs="?", default=os.path.join(HERE, "results", "phi_table.csv"), help="as `compare --table` writes "
+        "it (default: results/phi_table.csv)")
+    add("--plot", metavar="FILE", default=os.path.join(HERE, "results", "phi_table.png"), help="picture to draw "
+        "(default: results/phi_table.png)")
 
     if len(sys.argv) == 1:
         cmd_published()

@@ -33,6 +33,9 @@ def ff_width(n_embd):
     return round_up(math.ceil(8 * n_embd / 3), 64)
 
 
+LANES = 2  # residual streams of hyperconnections (inject="hyper")
+
+
 @dataclass
 class Config:
     vocab_size: int = 4096    # V, as the tokenizer has it; the matrices are padded to a multiple of 64
@@ -43,12 +46,13 @@ class Config:
     n_recur: int = 1          # blocks inside the loop, shared by all passes
     n_coda: int = 1           # blocks after the loop, run once
     n_loop: int = 4           # r, passes through the loop
-    inject: str = "linear"    # how pass k sees e: none (only through h) | add (e + h) | linear (W [e; h])
+    inject: str = "linear"    # how pass k sees e: none (only through h) | add (e + h) | linear (W [e; h]) | hyper
     loop_norm: bool = True    # RMSNorm at the end of every pass
     readout: str = "norm"     # norm before the head: norm (always) | raw (never) | final (at the last pass only)
     n_expert: int = 0         # E experts in every feed-forward layer (moe.py); 0: dense layers
     n_active: int = 2         # k, experts per token, each 1/k as wide as the dense layer: equal FLOPs
     balance: str = "loss"     # how experts are kept in use: loss (in the objective) | bias (on the choice only)
+    tied: bool = False        # the head uses the embedding's matrix, drawn from N(0, 1)
     mup_base: int = 0         # muP: the width at which the learning rate was tuned; 0: off
 
     def __post_init__(self):
@@ -61,14 +65,16 @@ class Config:
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd={self.n_embd} over n_head={self.n_head}: the width of a head must be a whole, "
                              f"even number, since rotary positions turn pairs of channels")
-        if self.inject not in ("none", "add", "linear"):
-            raise ValueError(f"inject={self.inject}: choose none, add or linear")
+        if self.inject not in ("none", "add", "linear", "hyper"):
+            raise ValueError(f"inject={self.inject}: choose none, add, linear or hyper")
         if self.readout not in ("norm", "raw", "final"):
             raise ValueError(f"readout={self.readout}: choose norm, raw or final")
         if self.balance not in ("loss", "bias"):
             raise ValueError(f"balance={self.balance}: choose loss or bias")
         if self.mup_base < 0:
             raise ValueError(f"mup_base={self.mup_base}: must not be negative; 0 turns muP off")
+        if self.mup_base and self.tied:
+            raise ValueError("tied with mup_base: under muP embedding and head have different scales; drop one of them")
         if self.n_expert < 0 or self.n_expert == 1:
             raise ValueError(f"n_expert={self.n_expert}: a mixture needs at least 2 experts; 0 is a dense layer")
         if self.n_expert and not 1 <= self.n_active <= self.n_expert:
@@ -124,17 +130,20 @@ class Config:
         return {"embedding": self.padded_vocab * D,
                 "once": (self.n_prelude + self.n_coda) * block,                    # N_once
                 "recurrent": self.n_recur * block,                                 # N_rec, without the injection
-                "injection": 2 * D * D if self.inject == "linear" else 0,
-                "head": self.padded_vocab * D}
+                "injection": {"linear": 2 * D * D, "hyper": self.n_loop * LANES * (LANES + 2)}.get(self.inject, 0),
+                "head": 0 if self.tied else self.padded_vocab * D}
 
-    def flops_per_token(self, n_loop=None, train=True):
+    def flops_per_token(self, n_loop=None, train=True, bptt=0, readouts=1):
         """FLOPs per token at full context: 2 per multiply-add and parameter used, shared ones once per pass; attention
-        over all T keys (no causal halving); backward is twice forward. Embedding lookups, norms, activations and
-        routers are not counted (arXiv 2604.21106, sec. 4: F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
-        n, r = self.param_counts(active=True), self.n_loop if n_loop is None else n_loop
-        used = n["once"] + n["head"] + r * (n["recurrent"] + n["injection"])
-        forward = 2 * used + 4 * self.depth(r) * self.n_embd * self.block_size
-        return 3 * forward if train else forward
+        over all T keys (no causal halving); backward is twice forward, through the last bptt passes (0: all of them).
+        readouts: how often coda and head run, n_loop times under a per-loop loss. Embedding lookups, norms, activations
+        and routers are not counted (arXiv 2604.21106, sec. 4: F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
+        n, r, D = self.param_counts(active=True), self.n_loop if n_loop is None else n_loop, self.n_embd
+        layer = 2 * n["recurrent"] // self.n_recur + 4 * D * self.block_size
+        inject = {"linear": 2 * D * D, "hyper": LANES * (LANES + 2) * D}.get(self.inject, 0)
+        one_pass = self.n_recur * layer + 2 * inject
+        once = self.n_prelude * layer + readouts * (self.n_coda * layer + 2 * self.padded_vocab * D)
+        return once + r * one_pass + (2 * (once + min(bptt or r, r) * one_pass) if train else 0)
 
 
 def inverse_rms(x):
@@ -297,7 +306,13 @@ class LoopedLM(nn.Module):
         self.recur = nn.ModuleList(Block(cfg) for _ in range(cfg.n_recur))
         self.coda = nn.ModuleList(Block(cfg) for _ in range(cfg.n_coda))
         self.inject = Linear(2 * D, D) if cfg.inject == "linear" else None
+        if cfg.inject == "hyper":                # scalars of each pass
+            self.lanes = nn.ParameterDict({"read": nn.Parameter(torch.empty(cfg.n_loop, LANES)),
+                                           "mix": nn.Parameter(torch.empty(cfg.n_loop, LANES, LANES)),
+                                           "write": nn.Parameter(torch.empty(cfg.n_loop, LANES))})
         self.head = Linear(D, cfg.padded_vocab)
+        if cfg.tied:
+            self.head.weight = self.embed.weight
         self.register_buffer("table", rotary_table(cfg.block_size, D // cfg.n_head), persistent=False)
         self.init_weights()
         assert sum(cfg.param_counts().values()) == sum(p.numel() for p in self.parameters())
@@ -307,6 +322,9 @@ class LoopedLM(nn.Module):
         for name, p in self.named_parameters():
             if name == "embed.weight":
                 p.normal_(0, 1)                  # unit scale, like every state behind a loop norm
+            elif name.startswith("lanes."):      # pass k reads lane k mod LANES, and writes its result to every lane
+                eye = torch.eye(LANES)
+                p.copy_({"read": eye[torch.arange(len(p)) % LANES], "mix": eye, "write": torch.ones(LANES)}[name[6:]])
             elif self.cfg.mup_base and name != "inject.weight":
                 std = self.cfg.mup_std(name)
                 nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std)
@@ -333,18 +351,36 @@ class LoopedLM(nn.Module):
             x = block(x, *context, slot + i)
         return x
 
-    def loop_states(self, idx, context, n_loop):
-        """Tokens idx (B, T) to [H_1 .. H_K], the state (B, T, D) at each loop boundary."""
+    def loop_states(self, idx, context, n_loop, bptt=0):
+        """Tokens idx (B, T) to [H_1 .. H_K], the state (B, T, D) at each loop boundary. bptt > 0: gradients flow only
+        through the last bptt passes; the state before them is a constant (arXiv 2604.21106, interventions)."""
         cfg = self.cfg
         e = self.run(self.prelude, self.embed(idx), context, 0)
         h = torch.zeros_like(e) if cfg.inject == "add" else e
+        lanes = e.expand(LANES, *e.shape) if cfg.inject == "hyper" else None       # (LANES, B, T, D)
         states = []
         for k in range(n_loop):
-            h = self.run(self.recur, self.combine(e, h), context, cfg.n_prelude + k * cfg.n_recur)
-            if cfg.loop_norm:
-                h = norm(h)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and (not bptt or k >= n_loop - bptt)):
+                u = self.combine(e, h) if lanes is None else self.read_lanes(lanes, k)
+                h = self.run(self.recur, u, context, cfg.n_prelude + k * cfg.n_recur)
+                if cfg.loop_norm:
+                    h = norm(h)
+                if lanes is not None:
+                    lanes = self.write_lanes(lanes, h, k)
+                    h = lanes.sum(0)
             states.append(h)
         return states
+
+    # Hyperconnections, two lanes: u = sum_j read_kj lane_j; s = norm(blocks(u)); lane_i = sum_j mix_kij lane_j +
+    # write_ki s; H_k is the sum of the lanes. As initialised both lanes are equal and this is the residual loop
+    # h = h + norm(blocks(h)). Passes beyond those trained begin the scalars anew.
+    def read_lanes(self, lanes, k):
+        weight = self.lanes["read"][k % self.cfg.n_loop]                           # (LANES,)
+        return (weight.view(-1, 1, 1, 1) * lanes).sum(0)
+
+    def write_lanes(self, lanes, s, k):
+        mix, write = self.lanes["mix"][k % self.cfg.n_loop], self.lanes["write"][k % self.cfg.n_loop]
+        return (mix.view(LANES, LANES, 1, 1, 1) * lanes).sum(1) + write.view(-1, 1, 1, 1) * s
     # --- end loop ---
 
     def logits(self, h, context, n_loop, last_pass=True, last_position=False):
@@ -378,23 +414,27 @@ class LoopedLM(nn.Module):
         device = self.table.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
 
-    def forward(self, idx, targets=None, n_loop=None, cache=None, loss="terminal", norm_penalty=0.0, routing=None):
+    def forward(self, idx, targets=None, n_loop=None, cache=None, loss="terminal", norm_penalty=0.0, bptt=0,
+                routing=None):
         """idx, targets (B, T) of token ids; n_loop passes (default: as trained).
         Without targets: logits (B, 1, V) of the last position, and None. With targets: logits (B, T, V) of the last
         pass, and a dict: "ce" the cross-entropy in nats of each supervised pass (the last one, or all K of them with
         loss="per_loop"), "norm" (K,) the mean Euclidean length of H_k, and "loss", the objective: mean of ce plus
         norm_penalty times the mean square of H_k over passes, tokens, channels (arXiv 2606.24898, sec. 3). With
         experts also "balance" and "z", the router losses averaged over (layer, pass), which "loss" includes and "ce"
-        never does, and "load" (L_eff, E), assignments per expert; routing: a moe.Routing to keep or direct choices."""
+        never does, and "load" (L_eff, E), assignments per expert; routing: a moe.Routing to keep or direct choices.
+        bptt: see loop_states."""
         if loss not in ("terminal", "per_loop"):
             raise ValueError(f"loss={loss}: choose terminal or per_loop")
+        if bptt and loss == "per_loop":
+            raise ValueError("bptt with loss=per_loop: the early readouts would train nothing but the head")
         if targets is not None and cache:
             raise ValueError("targets and a cache: the loss is computed on whole windows, without a cache")
         K = self.cfg.n_loop if n_loop is None else n_loop
         if self.cfg.n_expert and routing is None and targets is not None:
             routing = Routing()
         context = self.context(idx, K, cache, routing)
-        states = self.loop_states(idx, context, K)
+        states = self.loop_states(idx, context, K, bptt)
         if targets is None:
             logits = self.logits(states[-1], context, K, last_position=True)
             if cache:

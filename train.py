@@ -63,22 +63,25 @@ FLAGS = {
         ("n_recur", int, 1, "blocks inside the loop, shared by all passes"),
         ("n_coda", int, 1, "blocks after the loop"),
         ("n_loop", int, 4, "passes r through the loop; 1 is a plain transformer"),
-        ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear"),
+        ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear | hyper"),
         ("loop_norm", boolean, True, "RMSNorm at the end of every pass"),
         ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)"),
         ("n_expert", int, 0, "experts in every feed-forward layer; 0: dense layers"),
         ("n_active", int, 2, "experts that a token takes, each 1/n_active as wide as the dense layer"),
         ("balance", str, "loss", "keep the experts in use by a loss | a bias on the choice, without that loss"),
+        ("tied", boolean, False, "the head uses the embedding's matrix, drawn from N(0, 1)"),
         ("mup_base", int, 0, "muP: the width for which learning_rate was found; 0: off")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
-        ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states")],
+        ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states"),
+        ("bptt", int, 0, "gradients flow through the last bptt passes only; 0: through all"),
+        ("sample_loops", boolean, False, "train each step at a depth of 1 .. 2 n_loop - 1 passes, n_loop on average")],
     "batch and horizon (give exactly one of the three)": [
         ("batch_size", int, 8, "sequences per micro-batch, over all processes; lower it when memory runs out"),
         ("grad_accum", int, 1, "micro-batches per step: the step sees batch_size * grad_accum sequences"),
         ("max_steps", int, 0, "optimizer steps"),
         ("max_tokens", float, 0.0, "training tokens, rounded to whole steps"),
-        ("max_flops", float, 0.0, "training FLOPs as Config.flops_per_token counts them, rounded to whole steps")],
+        ("max_flops", float, 0.0, "training FLOPs, rounded to whole steps; Config.flops_per_token counts them")],
     "optimizer": [
         ("optimizer", str, "muon", "muon (torch's, for the blocks' matrices; AdamW for embedding and head) | adamw"),
         ("learning_rate", float, 1e-2, "peak; Muon's update is scaled to AdamW's size, so one rate serves both"),
@@ -102,9 +105,9 @@ FLAGS = {
 }
 DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
 HORIZON = ("max_steps", "max_tokens", "max_flops")
-CHOICES = {"inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "loss": ("terminal", "per_loop"),
-           "balance": ("loss", "bias"), "optimizer": ("muon", "adamw"), "dtype": ("", "bfloat16", "float32"),
-           "schedule": ("cosine", "linear", "wsd", "constant")}
+CHOICES = {"inject": ("none", "add", "linear", "hyper"), "readout": ("norm", "raw", "final"),
+           "loss": ("terminal", "per_loop"), "balance": ("loss", "bias"), "optimizer": ("muon", "adamw"),
+           "dtype": ("", "bfloat16", "float32"), "schedule": ("cosine", "linear", "wsd", "constant")}
 # what may change when a run goes on: not the model, nor its training up to rounding; the data is compared by its hash
 FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
         "dtype", "compile", "threads", "peak_tflops", "head_dim"}
@@ -180,7 +183,7 @@ def complete(line):
     for name in ("batch_size", "grad_accum", "eval_tokens", "log_interval"):
         if a[name] < 1:
             stop(f"--{name}={a[name]}: must be at least 1")
-    for name in ("learning_rate", "embed_lr", "weight_decay", "grad_clip", "warmup_steps", "norm_penalty",
+    for name in ("learning_rate", "embed_lr", "weight_decay", "grad_clip", "warmup_steps", "norm_penalty", "bptt",
                  "eval_interval", "threads", "peak_tflops", *HORIZON):
         if not 0 <= a[name] < math.inf:
             stop(f"--{name}={a[name]}: must be a finite number and not negative")
@@ -188,6 +191,8 @@ def complete(line):
                               ("seed", a["seed"] < 2 ** 63, "below 2^63")):
         if not (fits and a[name] >= 0):
             stop(f"--{name}={a[name]}: must be at least 0 and {limit}")
+    if a["bptt"] and a["loss"] == "per_loop":
+        stop("--bptt with --loss=per_loop: the early readouts would train nothing but the head; drop one of them")
     return argparse.Namespace(**a)
 
 
@@ -202,8 +207,22 @@ def config_of(args, vocab_size):
 def steps_of(args, cfg):
     """Optimizer steps of the horizon: the one place where tokens and FLOPs become steps."""
     per_step = args.batch_size * args.grad_accum * cfg.block_size
-    steps = args.max_steps or (args.max_tokens or args.max_flops / cfg.flops_per_token()) / per_step
+    steps = args.max_steps or (args.max_tokens or args.max_flops / flops_of(args, cfg)) / per_step
     return max(1, round(steps))
+
+
+def flops_of(args, cfg):
+    """Training FLOPs per token, on average over the depths that --sample_loops visits."""
+    depths = range(1, 2 * cfg.n_loop) if args.sample_loops else [cfg.n_loop]
+    return sum(cfg.flops_per_token(r, bptt=args.bptt, readouts=r if args.loss == "per_loop" else 1)
+               for r in depths) / len(depths)
+
+
+def loops_at(seed, step, n_loop):
+    """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
+    order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
+    block, i = divmod(step, 2 * n_loop - 1)
+    return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
 
 
 def list_presets():
@@ -214,7 +233,7 @@ def list_presets():
         args = complete({"preset": name})
         size = str(args.data).rpartition("-")[2]
         cfg = config_of(args, {"gpt2": 50257, "sotu": 4096}.get(size) or int(size))
-        n, F = cfg.param_counts(), cfg.flops_per_token()
+        n, F = cfg.param_counts(), flops_of(args, cfg)
         tokens = steps_of(args, cfg) * args.batch_size * args.grad_accum * cfg.block_size
         print(f"{name:18s} {sum(n.values()) / 1e6:10.1f}M {(n['once'] + n['recurrent'] + n['injection']) / 1e6:8.1f}M "
               f"{cfg.depth():5d} {F:11.2e} {tokens:8.1e} {F * tokens:8.1e} {duration(F * tokens / 2e11):>9s} "
@@ -368,13 +387,16 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False,
 def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding and head. Muon's update has
     AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
-    matrices = [p for name, p in model.named_parameters() if not name.startswith(("embed", "head"))]
+    matrices = [p for name, p in model.named_parameters() if not name.startswith(("embed", "head", "lanes"))]
     w = model.cfg.width_ratio                    # 1 without muP
 
     def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
         return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
-    groups = [{"params": [model.head.weight], **slower(w)},
-              {"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
+    groups = [{"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
+    if not model.cfg.tied:
+        groups.append({"params": [model.head.weight], **slower(w)})
+    if model.cfg.inject == "hyper":
+        groups.append({"params": list(model.lanes.parameters()), "weight_decay": 0.0})
     optimizers = []
     if args.optimizer == "muon":                 # all singular values equal: an update's norm grows as sqrt(w), not w
         optimizers.append(torch.optim.Muon([{"params": matrices, **slower(w ** 0.5)}], lr=args.learning_rate,
@@ -509,7 +531,7 @@ def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
                    n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
                    n_once=counts["once"], n_rec=counts["recurrent"] + counts["injection"],
                    n_total=sum(cfg.param_counts().values()), tokens=tokens,
-                   flops=cfg.flops_per_token() * tokens, val_loss=val["loss"], val_bpb=val["bpb"],
+                   flops=flops_of(args, cfg) * tokens, val_loss=val["loss"], val_bpb=val["bpb"],
                    wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"], val_norm=val["norm"])
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
                    f"{val['bpb']:.3f} bits per byte")
@@ -567,7 +589,7 @@ def train(args, given):
     encoding = load_tokenizer(folder)
     lengths = token_bytes(encoding)
     cfg = config_of(args, meta["vocab_size"])
-    max_steps, F = steps_of(args, cfg), cfg.flops_per_token()
+    max_steps, F = steps_of(args, cfg), flops_of(args, cfg)
     tokens_per_step = args.batch_size * args.grad_accum * cfg.block_size
     dtype = pick_dtype(device, args.dtype)
     device_type = device.split(":")[0]
@@ -652,6 +674,7 @@ def train(args, given):
                 group["lr"] = lr * group.get("lr_scale", 1)
         starts = batch_starts(args.seed, step, args.batch_size * args.grad_accum, meta["splits"]["train"]["tokens"],
                               cfg.block_size)
+        n_loop = loops_at(args.seed, step, cfg.n_loop) if args.sample_loops else cfg.n_loop
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
             mine = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
@@ -659,7 +682,8 @@ def train(args, given):
             if world > 1:                        # average the gradients over processes once, at the last micro-batch
                 ddp.require_backward_grad_sync = micro == args.grad_accum - 1
             with autocast():
-                _, result = ddp(x.to(device), y.to(device), loss=args.loss, norm_penalty=args.norm_penalty)
+                _, result = ddp(x.to(device), y.to(device), n_loop=n_loop, loss=args.loss,
+                                norm_penalty=args.norm_penalty, bptt=args.bptt)
             (result["loss"] / args.grad_accum).backward()
             loss += result["ce"][-1].detach() / args.grad_accum
             if cfg.n_expert:

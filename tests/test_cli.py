@@ -1,7 +1,13 @@
 """Every command of the README, as a user types it (long ones with fewer steps), and the links it makes."""
+import csv
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -16,7 +22,8 @@ BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```",
        for line in block.splitlines() if "train.py" in line]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
          "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"],
-         "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"]}
+         "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"],
+         "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
 
 
 def test_readme_begins_with_two_set_up_commands():
@@ -100,6 +107,36 @@ def test_a_planned_sweep_trains_and_is_collected(run, tmp_path):
     (tmp_path / "runs.csv").write_text(r.stdout, encoding="utf-8")
     r = run("fit_law.py", "fit", tmp_path / "runs.csv")
     assert r.returncode == 2 and "at least 10 runs" in r.stderr
+
+
+def test_a_sweep_killed_in_the_middle_goes_on_to_the_same_table(run, tmp_path):
+    """The list is stopped while its second run trains, and run again: the table equals that of an unbroken list."""
+    plan = run("fit_law.py", "plan", *"--budgets 6e10 --widths 32 --loops 1 2 --flags".split(),
+               "--eval_tokens=256 --log_interval=1")
+    sweep = plan.stdout.replace("python train.py", f"{sys.executable} {ROOT / 'train.py'}")
+
+    def start(folder):
+        folder.mkdir(exist_ok=True)
+        return subprocess.Popen(["sh", "-c", sweep], cwd=folder, start_new_session=True, stdout=subprocess.DEVNULL)
+
+    def table(folder):
+        r = run("fit_law.py", "collect", *sorted((folder / "out" / "pocket").iterdir()))
+        assert r.returncode == 0 and not r.stderr
+        return [{k: v for k, v in row.items() if k not in ("wall_s", "tok_per_s")}
+                for row in csv.DictReader(r.stdout.splitlines())]
+    broken = start(tmp_path / "broken")
+    second = tmp_path / "broken" / "out" / "pocket" / "C6e+10-d32-r2-s42"
+    while broken.poll() is None and not ((second / "metrics.csv").is_file() and
+                                         len((second / "metrics.csv").read_text().splitlines()) > 2):
+        time.sleep(0.02)
+    os.killpg(broken.pid, signal.SIGTERM)
+    broken.wait()
+    deadline = time.time() + 60                            # the shell is gone, its run still saves
+    while not (second / "ckpt.pt").is_file() and time.time() < deadline:
+        time.sleep(0.02)
+    assert not (second / "summary.json").exists()
+    assert start(tmp_path / "broken").wait() == 0 and start(tmp_path / "whole").wait() == 0
+    assert table(tmp_path / "broken") == table(tmp_path / "whole") and len(table(tmp_path / "whole")) == 2
 
 
 def test_bench_writes_its_rows(run, tmp_path):

@@ -17,7 +17,7 @@ from model import Config, LoopedLM
 
 CONFIG = dict(vocab_size=70, block_size=32, n_embd=32, n_head=2)
 VARIANTS = [dict(), dict(n_prelude=0, n_coda=0, inject="add", readout="final", loop_norm=False), dict(n_expert=4),
-            dict(n_loop=1, inject="none")]
+            dict(n_loop=1, inject="none"), dict(inject="hyper", tied=True)]
 
 
 def small_model(**more):

@@ -480,6 +480,16 @@ def test_plan_flags(cli):
     assert max(budgets) >= 16 * min(budgets)
 
 
+def test_plan_of_a_trick_carries_its_flags_and_counts_its_flops(cli):
+    import train as T
+    done = cli("plan", *"--preset=pocket --name=short --budgets 1e12 --widths 32 --loops 2 4 --flags=--bptt=1".split())
+    assert done.returncode == 0, done.stderr
+    for line, r in zip(done.stdout.splitlines(), (2, 4), strict=True):
+        args, _ = T.parse(line.split("  # ")[0].split()[2:])
+        assert args.bptt == 1 and args.n_loop == r and args.out_dir == f"out/short/C1e+12-d32-r{r}-s42"
+        assert f"F={T.config_of(args, 1024).flops_per_token(bptt=1):.4g}" in line
+
+
 def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
     """base, looped, moe and looped-moe of one width have equal FLOPs per token, and isoflop tells them apart: offsets
     that were planted in the loss come back as differences of the optima, at the N of the active parameters."""
@@ -571,11 +581,47 @@ def test_a_form_needs_enough_loop_counts(capsys):
     assert stopped.value.code == 2 and "--form=bounded is not identifiable" in capsys.readouterr().err
 
 
+def test_scoreboard_from_the_published_interventions(cli, tmp_path):
+    """Lines are replaced, not repeated; ranked by the paired difference; numbers equal those of compare."""
+    table, picture = tmp_path / "table.csv", tmp_path / "table.png"
+    for _ in range(2):
+        done = cli("compare", F.PUBLISHED, CASES, "--convention=page", "--resamples=200",
+                   f"--table={table}", f"--json={tmp_path / 'compare.json'}")
+        assert done.returncode == 0, done.stderr
+    rows = {row["trick"]: row for row in csv.DictReader(open(table, newline=""))}
+    assert list(rows) == ["truncbptt", "hyperconnect"] and rows["truncbptt"]["n_loop"] == "2 4 8"
+    numbers = json.loads((tmp_path / "compare.json").read_text())
+    for name, row in rows.items():
+        assert float(row["phi"]) == pytest.approx(numbers[name]["intervention"]["phi"], abs=1e-4)
+        assert float(row["difference_high"]) == pytest.approx(numbers[name]["difference"]["ci"][1], abs=1e-4)
+        assert row["runs"] == {"truncbptt": "61", "hyperconnect": "63"}[name]
+    shown = cli("table", table, f"--plot={picture}")
+    assert shown.returncode == 0 and picture.stat().st_size > 10_000
+    assert [line.split()[0] for line in shown.stdout.splitlines()[:2]] == ["hyperconnect", "truncbptt"]
+
+
+def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, tmp_path):
+    """phi changes with the r it is fitted to, so r=8 of the baseline must not enter beside a trick at r = 2 and 4."""
+    def phi_of_baseline(name, keep):
+        lines = open(F.PUBLISHED).read().splitlines()
+        path = tmp_path / f"{name}.csv"
+        r = lines[0].split(",").index("r")
+        path.write_text("\n".join(line for i, line in enumerate(lines) if not i or int(line.split(",")[r]) in keep))
+        return path
+    trick, without = phi_of_baseline("trick", (2, 4)), phi_of_baseline("base", (1, 2, 4))
+    for base in (F.PUBLISHED, without):
+        done = cli("compare", base, trick, "--resamples=20", f"--json={tmp_path / 'c.json'}")
+        assert done.returncode == 0, done.stderr
+        (found,) = json.loads((tmp_path / "c.json").read_text()).values()
+        assert found["difference"]["phi"] == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize("flags, said", [
     (["fit", "nowhere.csv"], "nowhere.csv"), (["fit"], "runs"), (["fit", F.PUBLISHED, "--form=cubic"], "--form"),
     (["fit", F.PUBLISHED, "--form=none", "--plot=x.png"], "--plot"), (["collect", "nowhere"], "finished run"),
     (["plan", "--budgets", "1e15"], "--widths"), (["plan", "--loops", "3"], "--loops=3"),
-    (["plan", "--speed=0"], "--speed"), (["isoflop", F.PUBLISHED, "--by=colour"], "--by=colour"),
+    (["plan", "--speed=0"], "--speed"), (["plan", "--flags=--inject=x"], "--inject"),
+    (["table", "nowhere.csv"], "nowhere.csv"), (["isoflop", F.PUBLISHED, "--by=colour"], "--by=colour"),
     (["allocate", "--flops=-1", "--n_loop=4"], "--flops"), (["allocate", "--flops=1e18", "--n_loop=3"], "--n_loop=3"),
     (["allocate", "--flops=1e18"], "--n_loop"), (["allocate", "--flops=1e27", "--n_loop=4"], "--flops=1e+27"),
     (["fit", F.PUBLISHED, "--json=no/where.json"], "--json=no/where.json"), (["guess"], "guess")])

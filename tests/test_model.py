@@ -12,7 +12,7 @@ from model import Config, KVCache, LoopedLM
 
 SMALL = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2)
 VARIANTS = [dict(inject=i, readout=r, loop_norm=n) for i, r, n in
-            itertools.product(("none", "add", "linear"), ("norm", "raw", "final"), (True, False))]
+            itertools.product(("none", "add", "linear", "hyper"), ("norm", "raw", "final"), (True, False))]
 
 
 def small(**kw):
@@ -58,6 +58,23 @@ def test_flops_agree_with_torchs_counter(r, inject):
     with FlopCounterMode(display=False) as shorter, torch.no_grad():
         model(x, x, n_loop=2)
     assert shorter.get_total_flops() / x.numel() == pytest.approx(cfg.flops_per_token(2, train=False), rel=0.02)
+
+
+@pytest.mark.parametrize("how, flops", [(dict(bptt=1), dict(bptt=1)), (dict(bptt=3), dict(bptt=3)),
+                                        (dict(loss="per_loop"), dict(readouts=4))])
+def test_flops_of_truncation_and_of_readouts_agree_with_torchs_counter(how, flops):
+    cfg = Config(vocab_size=512, block_size=64, n_embd=128, n_head=2)
+    model, x = LoopedLM(cfg), torch.randint(0, 512, (2, 64))
+    with FlopCounterMode(display=False) as counted:
+        model(x, x, **how)[1]["loss"].backward()
+    assert counted.get_total_flops() / x.numel() == pytest.approx(cfg.flops_per_token(**flops), rel=0.02)
+
+
+def test_flops_of_hyperconnections():
+    """K^2 + 2K multiply-adds per channel and pass, with K = 2 lanes (arXiv 2604.21106, released code)."""
+    plain, hyper = Config(inject="none"), Config(inject="hyper")
+    assert hyper.flops_per_token() - plain.flops_per_token() == 6 * 4 * 8 * plain.n_embd
+    assert hyper.param_counts()["injection"] == 32           # at r = 4
 
 
 # --- one block against torch.nn ---
@@ -321,7 +338,7 @@ def test_what_cannot_be_run_is_refused_in_a_sentence():
 
 @pytest.mark.parametrize("bad, why", [
     (dict(n_head=3), "n_head=3"), (dict(n_embd=33, n_head=1), "even"), (dict(n_loop=0), "n_loop=0"),
-    (dict(n_recur=0), "n_recur=0"), (dict(n_prelude=-1), "n_prelude=-1"), (dict(inject="x"), "none, add or linear"),
+    (dict(n_recur=0), "n_recur=0"), (dict(n_prelude=-1), "n_prelude=-1"), (dict(inject="x"), "none, add, linear or hyper"),
     (dict(readout="x"), "norm, raw or final")])
 def test_config_refuses_bad_combinations(bad, why):
     with pytest.raises(ValueError, match=why):
@@ -356,3 +373,115 @@ def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies(monkeypat
     model.generate(tokens(), 8)                            # decoding is eager: every step has another shape
     assert len(graphs) == seen
     torch._dynamo.reset()
+
+
+# --- tied embedding ---
+def test_a_tied_head_is_the_embedding():
+    model = LoopedLM(Config(**SMALL, tied=True))
+    assert model.head.weight is model.embed.weight and model.cfg.param_counts()["head"] == 0
+    assert sum(model.cfg.param_counts().values()) == sum(p.numel() for p in model.parameters())
+    assert model.cfg.flops_per_token() == Config(**SMALL).flops_per_token()
+    h = torch.randn(1, 3, 32)
+    context = model.context(tokens(1, 3), 4, None)
+    state = model.run(model.coda, h, context, 5)
+    torch.testing.assert_close(model.logits(h, context, 4), (M.norm(state) @ model.embed.weight.T)[..., :100])
+    with pytest.raises(ValueError, match="tied"):
+        Config(**SMALL, tied=True, mup_base=16)
+
+
+# --- truncated backpropagation ---
+def open_loop(**kw):
+    """A model whose passes read the state: as initialised, [I | 0], the linear injection passes e only."""
+    model = small(**kw)
+    nn.init.normal_(model.inject.weight, std=0.1)
+    return model
+
+
+def gradients(model, bptt, n_loop=4):
+    model.zero_grad()
+    _, out = model(tokens(), tokens(seed=2), n_loop=n_loop, bptt=bptt)
+    out["loss"].backward()
+    return out["loss"].item(), {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                                for name, p in model.named_parameters()}
+
+
+def test_truncation_at_the_full_depth_is_no_truncation():
+    model = open_loop(n_loop=4)
+    loss, full = gradients(model, 0)
+    for bptt in (4, 9):
+        same, truncated = gradients(model, bptt)
+        assert same == loss
+        for name in full:
+            torch.testing.assert_close(truncated[name], full[name], rtol=0, atol=0)
+
+
+def test_truncation_leaves_the_forward_pass_and_cuts_early_passes_off():
+    model, seen = open_loop(n_loop=4, n_recur=2), []
+    loss, full = gradients(model, 0)
+    original = model.combine
+
+    def combine(e, h):                                    # the state that enters each pass
+        if h.requires_grad:
+            h.register_hook(lambda g, k=len(seen): seen.__setitem__(k, True))
+        seen.append(False)
+        return original(e, h)
+    model.combine = combine
+    same, truncated = gradients(model, 2)
+    assert same == loss
+    assert seen[1:] == [False, False, True]               # pass 3 starts from a constant: only pass 4 reaches back to it
+    assert not torch.equal(truncated["recur.0.attn.qkv.weight"], full["recur.0.attn.qkv.weight"])
+    assert truncated["prelude.0.attn.qkv.weight"].any()   # through the injection of the last two passes
+
+
+def test_truncated_gradient_is_that_of_a_loop_with_a_constant_start():
+    model = open_loop(n_loop=3)
+    _, truncated = gradients(model, 1, n_loop=3)
+    model.zero_grad()
+    idx, context = tokens(), model.context(tokens(), 3, None)
+    before = model.loop_states(idx, context, 2)[-1].detach()
+    e = model.run(model.prelude, model.embed(idx), context, 0)
+    h = M.norm(model.run(model.recur, model.combine(e, before), context, 3))
+    F.cross_entropy(model.logits(h, context, 3).flatten(0, 1), tokens(seed=2).flatten()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(truncated[name], p.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_truncation_and_a_per_loop_loss_exclude_each_other():
+    with pytest.raises(ValueError, match="per_loop"):
+        small()(tokens(), tokens(), bptt=1, loss="per_loop")
+
+
+# --- hyperconnections ---
+@pytest.mark.parametrize("n_loop", [1, 4, 6])
+@pytest.mark.parametrize("loop_norm", [True, False])
+def test_hyperconnections_start_as_the_residual_loop(n_loop, loop_norm):
+    """h = h + norm(blocks(h)), and H_k = 2 h, the sum of two equal lanes; also at depths it was not made for."""
+    model = small(inject="hyper", loop_norm=loop_norm, n_loop=4)
+    idx, context = tokens(), model.context(tokens(), n_loop, None)
+    h = model.run(model.prelude, model.embed(idx), context, 0)
+    for k, state in enumerate(model.loop_states(idx, context, n_loop)):
+        s = model.run(model.recur, h, context, 1 + k)
+        h = h + (M.norm(s) if loop_norm else s)
+        torch.testing.assert_close(state, 2 * h)
+
+
+def test_hyperconnections_equal_a_loop_over_lanes():
+    model = small(inject="hyper", n_loop=3)
+    for p in model.lanes.values():
+        nn.init.normal_(p)
+    read, mix, write = (model.lanes[name].tolist() for name in ("read", "mix", "write"))
+    idx, context = tokens(), model.context(tokens(), 3, None)
+    lanes = [model.run(model.prelude, model.embed(idx), context, 0)] * 2
+    for k, state in enumerate(model.loop_states(idx, context, 3)):
+        s = M.norm(model.run(model.recur, read[k][0] * lanes[0] + read[k][1] * lanes[1], context, 1 + k))
+        lanes = [mix[k][i][0] * lanes[0] + mix[k][i][1] * lanes[1] + write[k][i] * s for i in range(2)]
+        torch.testing.assert_close(state, lanes[0] + lanes[1], rtol=1e-4, atol=1e-4)
+
+
+def test_every_scalar_of_the_hyperconnections_learns():
+    model = small(inject="hyper", n_loop=4)
+    for p in model.lanes.values():                        # off the start, where both lanes are equal
+        nn.init.normal_(p)
+    model(tokens(), tokens(seed=2))[1]["loss"].backward()
+    for p in model.lanes.values():
+        assert p.grad.all()

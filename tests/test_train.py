@@ -452,7 +452,8 @@ def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
 # --- every flag does something ---
 @pytest.mark.parametrize("flag", [
     "--seed=2", "--n_embd=64", "--head_dim=8", "--n_head=1", "--block_size=16", "--n_prelude=2", "--n_recur=2",
-    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--loop_norm=false", "--readout=raw", "--readout=final",
+    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--tied", "--inject=hyper", "--bptt=1",
+    "--sample_loops", "--loop_norm=false", "--readout=raw", "--readout=final",
     "--loss=per_loop", "--norm_penalty=1", "--batch_size=8", "--grad_accum=2", "--optimizer=adamw",
     "--learning_rate=0.02", "--embed_lr=1", "--weight_decay=1", "--beta2=0.5", "--grad_clip=0.01", "--schedule=linear",
     "--schedule=wsd", "--schedule=constant", "--warmup_steps=0", "--final_lr=0.5", "--max_steps=30", "--dtype=bfloat16"])
@@ -545,3 +546,55 @@ def test_help_and_another_working_directory(run, tiny, tmp_path):
     assert r.returncode == 0 and "--norm_penalty" in r.stdout
     r = run("train.py", *tiny("--max_steps=2"), cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert r.returncode == 0 and "bits/byte" in r.stdout, r.stderr
+
+
+# --- interventions on the loop ---
+def test_sampled_depths_have_the_configured_mean_and_depend_on_seed_and_step_only():
+    for n_loop in (1, 2, 4, 8):
+        period = 2 * n_loop - 1
+        depths = [T.loops_at(7, step, n_loop) for step in range(5 * period)]
+        for i in range(0, len(depths), period):
+            assert sorted(depths[i:i + period]) == list(range(1, 2 * n_loop))
+        assert depths == [T.loops_at(7, step, n_loop) for step in range(5 * period)]
+    assert [T.loops_at(7, s, 4) for s in range(28)] != [T.loops_at(8, s, 4) for s in range(28)]
+    first, second = ([T.loops_at(7, s, 8) for s in range(i, i + 15)] for i in (0, 15))
+    assert first != second
+
+
+def test_sampled_depths_are_trained_and_counted(tiny, monkeypatch):
+    seen, forward = [], T.LoopedLM.forward
+
+    def spy(self, *a, **kw):
+        if self.training:
+            seen.append(kw["n_loop"])
+        return forward(self, *a, **kw)
+    monkeypatch.setattr(T.LoopedLM, "forward", spy)
+    flags = tiny("--sample_loops", "--n_loop=3", "--max_steps=5")
+    train(flags)
+    args = T.parse(flags)[0]
+    assert sorted(seen) == [1, 2, 3, 4, 5]
+    cfg = T.config_of(args, 300)
+    summary = json.loads((Path(args.out_dir) / "summary.json").read_text())
+    assert summary["flops"] == pytest.approx(summary["tokens"] * sum(cfg.flops_per_token(r) for r in range(1, 6)) / 5)
+
+
+@pytest.mark.parametrize("flag, flops", [("--bptt=1", dict(bptt=1)), ("--loss=per_loop", dict(readouts=4)),
+                                         ("--inject=hyper", {})])
+def test_interventions_train_and_their_flops_are_charged(tiny, flag, flops):
+    args = T.parse(tiny(flag))[0]
+    train(tiny(flag))
+    summary = json.loads((Path(args.out_dir) / "summary.json").read_text())
+    cfg = T.config_of(args, 300)
+    assert summary["flops"] == pytest.approx(summary["tokens"] * cfg.flops_per_token(**flops))
+    assert math.isfinite(summary["val_loss"])
+
+
+def test_hyperconnection_scalars_move_and_do_not_decay(tiny):
+    args = T.parse(tiny("--inject=hyper"))[0]
+    train(tiny("--inject=hyper"))
+    state = weights(args.out_dir)
+    assert not torch.equal(state["lanes.write"], torch.ones_like(state["lanes.write"]))
+    model = LoopedLM(T.config_of(args, 300))
+    group = [g for o in T.make_optimizers(model, args) for g in o.param_groups
+             if any(p is model.lanes["mix"] for p in g["params"])]
+    assert len(group) == 1 and group[0]["weight_decay"] == 0

@@ -1,0 +1,436 @@
+"""
+The readout blind spot (arXiv 2606.24898): a loss behind a scale-invariant readout cannot see how long the state is, but
+a pre-norm loop goes on changing its length. Does the length drift, and does dense supervision stop it?
+
+    python readout_study.py                      # 8 cells x 3 seeds, then tables, plots and JSON in out/readout
+    python readout_study.py --quick              # a few steps of the same, 2 seeds: 5 min
+    python readout_study.py --sweep=lambda       # what the paper leaves open: lambda | schedule | init
+    python readout_study.py --plan               # the train.py commands instead, a line each
+    python readout_study.py --plan --preset=readout-44m      # the paper's scale, for a GPU
+    python readout_study.py --ckpt out/x         # the diagnostics of one run; --lemmas: the two lemmas, with residuals
+
+The cells: loss terminal | perloop (cross-entropy after every pass) x readout norm | raw; and four controls, a penalty
+on the norm with either loss, the norm at the last pass only (final), a norm between passes (loopnorm). Finished runs
+are used again, so a study that was stopped goes on. Everything is measured in fp32 on fixed validation windows.
+
+Shapes: B windows, T positions, D width, K passes, N = B T tokens; s = |h| / sqrt(D) the rms of a state h, u = h / s.
+"""
+import argparse
+import csv
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
+from model import Config, LoopedLM, norm
+from train import PRESETS, ROOT, duration, evaluate, load_model, open_data, parse, pick_device, progress, read_windows
+
+CELLS = {
+    "terminal-norm": "--loss=terminal --readout=norm",
+    "terminal-raw": "--loss=terminal --readout=raw",
+    "perloop-norm": "--loss=per_loop --readout=norm",
+    "perloop-raw": "--loss=per_loop --readout=raw",
+    "perloop-final": "--loss=per_loop --readout=final",
+    "terminal-penalty": "--loss=terminal --readout=norm --norm_penalty=0.01",
+    "perloop-penalty": "--loss=per_loop --readout=norm --norm_penalty=0.01",
+    "perloop-loopnorm": "--loss=per_loop --readout=norm --loop_norm=true",
+}
+FOUR = list(CELLS)[:4]
+SWEEPS = {  # name of a variant: (cells, more flags)
+    "lambda": {f"lambda{v:g}": (["perloop-penalty"], f"--norm_penalty={v:g}") for v in (1e-4, 1e-3, 1e-1)},
+    "schedule": {"cosine": (FOUR, "--schedule=cosine --warmup_steps=20 --final_lr=0")},
+    "init": {"tied": (FOUR, "--tied=true")},
+}
+# 4 passes of 4 layers, trained as the paper does (AdamW, constant rate, no warm-up) on the pocket corpus
+LAPTOP = ("--preset=pocket --vocab_size=1024 --n_embd=64 --head_dim=32 --n_prelude=0 --n_recur=4 --n_coda=0 --n_loop=4 "
+          "--inject=none --loop_norm=false --optimizer=adamw --embed_lr=1 --learning_rate=1e-3 --weight_decay=0.01 "
+          "--beta2=0.999 --schedule=constant --warmup_steps=0 --max_steps=800 --eval_interval=100 --eval_tokens=32768 "
+          "--threads=1")
+BEYOND = 2   # states are followed to this many times the trained depth
+
+
+# --- lemmas (sec. 6 of the notes: visibility and activity) ---
+def readouts(eps):
+    """Scale-invariant readouts and, to compare, the raw one: functions of states (N, D)."""
+    def rms_norm(h):
+        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+
+    def layer_norm(h):
+        h = h - h.mean(-1, keepdim=True)
+        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return {"RMSNorm": rms_norm, "LayerNorm": layer_norm, "raw": lambda h: h}
+
+
+def visibility(readout, h, weight, targets):
+    """|<g, h>| / (|g| |h|) (N,), g the gradient of the cross-entropy of weight (V, D) behind the readout at states h
+    (N, D): 0 where the loss is the same for h and c h, so that it cannot see the length of h."""
+    h = h.detach().requires_grad_()
+    loss = F.cross_entropy(readout(h) @ weight.T, targets, reduction="sum")
+    g, = torch.autograd.grad(loss, h)
+    h = h.detach()
+    return (g * h).sum(-1).abs() / (g.norm(dim=-1) * h.norm(dim=-1))
+
+
+def activity(update, u, scales):
+    """A pre-norm residual stack is F(h) = h + update(h) with update(s u) independent of s. First order in 1/s: the rms
+    s becomes s + a, a = <b, u> / D, and the direction u moves by b_perp / s. For unit-rms directions u (N, D): the
+    largest residual of both at each scale, [(scale, |rms - (s + a)|, rms of direction - (u + b_perp / s))]."""
+    rows = []
+    for s in scales:
+        b = update(s * u)
+        a = (b * u).mean(-1, keepdim=True)
+        after = s * u + b
+        rms = after.square().mean(-1, keepdim=True).sqrt()
+        turned = after / rms - (u + (b - a * u) / s)
+        rows.append((s, (rms - (s + a)).abs().max().item(), turned.square().mean(-1).sqrt().max().item()))
+    return rows
+
+
+def check_lemmas():
+    """Both lemmas on random states and a random pre-norm block, in float64; prints the residuals."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(64, 32, generator=generator, dtype=torch.float64) * 3
+    weight, targets = torch.randn(100, 32, generator=generator, dtype=torch.float64), torch.arange(64)
+    print("visibility, largest |cos(gradient, state)| over 64 states of 32 channels, float64 (chance: about 0.14)")
+    for eps in (0.0, 1e-6):
+        print(f"  eps {eps:g}: " + ", ".join(f"{name} {visibility(f, h, weight, targets).max():.1e}"
+                                             for name, f in readouts(eps).items()))
+    torch.manual_seed(0)
+    model = LoopedLM(Config(vocab_size=64, n_embd=32, n_head=1, n_prelude=0, n_coda=0, inject="none")).double()
+    model.table = model.table.double()           # or attention would round to fp32
+    context = model.context(torch.zeros(1, 64, dtype=torch.long), 1, None)
+    u = h / h.square().mean(-1, keepdim=True).sqrt()
+
+    def update(x):
+        return model.run(model.recur, x[None], context, 0)[0] - x
+    print("activity of one pre-norm block: what first order in 1/s leaves of the new rms and of the new direction")
+    for s, rms, direction in activity(update, u, (1e1, 1e2, 1e3, 1e4)):
+        print(f"  s {s:8g}: {rms:.1e}, {direction:.1e}")
+
+
+# --- diagnostics of one model ---
+def windows(folder, meta, n_tokens, T, split="val"):
+    """Inputs and targets (n, T) of windows spread evenly over a split, those that train.evaluate reads."""
+    available = (meta["splits"][split]["tokens"] - 1) // T
+    n = max(1, min(available, n_tokens // T))
+    return read_windows(folder / f"{split}.bin", meta["dtype"], [i * available // n * T for i in range(n)], T)
+
+
+def passes(model, idx, n_loop, clamp=False):
+    """[H_1 .. H_n_loop] (B, T, D). clamp: after every later pass each token is scaled back to its rms after the first,
+    before it is read or goes on (the paper's intervention at inference)."""
+    cfg, context, states = model.cfg, model.context(idx, n_loop, None), []
+    if not clamp:
+        return model.loop_states(idx, context, n_loop), context
+    e = model.run(model.prelude, model.embed(idx), context, 0)
+    h = torch.zeros_like(e) if cfg.inject == "add" else e
+    for k in range(n_loop):
+        h = model.run(model.recur, model.combine(e, h), context, cfg.n_prelude + k * cfg.n_recur)
+        h = norm(h) if cfg.loop_norm else h
+        if k:
+            h = h * (states[0].norm(dim=-1, keepdim=True) / h.norm(dim=-1, keepdim=True))
+        states.append(h)
+    return states, context
+
+
+def tail_index(lengths, share=0.01):
+    """Hill's estimate from the largest share of the lengths: P(length > x) falls like x^-index; below 2 the variance
+    does not exist, a normal tail gives large values."""
+    top = np.sort(lengths)[-max(2, int(len(lengths) * share)) - 1:]
+    return float(1 / np.maximum(np.log(top[1:] / top[0]).mean(), 1e-12))
+
+
+def spread(lengths):
+    return {"mean": float(lengths.mean()), **{name: float(np.quantile(lengths, q)) for name, q in
+            (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))}, "tail_index": tail_index(lengths)}
+
+
+def tail_tokens(lengths, idx, text, share=0.01):
+    """Where the longest 1% of the states sit: share at the first position and in the first 8 (beside the share that an
+    even spread would give), and the commonest tokens among them, each with how often it is among the longest."""
+    n, T = max(1, int(len(lengths) * share)), idx.size(1)
+    order, flat = np.argsort(lengths)[-n:], idx.flatten().numpy()
+    position, ids, counts = order % T, *np.unique(flat[order], return_counts=True)
+    all_of = np.bincount(flat, minlength=ids.max() + 1)
+    return {"first": float((position == 0).mean()), "first8": float((position < 8).mean()), "even_first8": 8 / T,
+            "tokens": [{"token": text.decode([int(ids[i])]), "share_of_tail": float(counts[i] / n),
+                        "in_tail": float(counts[i] / all_of[ids[i]])} for i in np.argsort(-counts)[:5]]}
+
+
+def radial_share(model, states, context, targets, k, n_loop):
+    """How much of the gradient of pass k's own loss at its state H_k lies along the state. By both readings of the
+    paper's r_k: the mean over tokens of |cos|, and one |cos| of the flattened batch; each beside what a random
+    direction gives; and g, d loss / d log(length)."""
+    h = states[k].detach().requires_grad_()
+    logits = model.logits(h, context, n_loop, last_pass=k == n_loop - 1)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    g, = torch.autograd.grad(loss, h)
+    inner, N, D = (g * h).sum(-1), h[..., 0].numel(), h.size(-1)
+    return {"per_token": (inner.abs() / (g.norm(dim=-1) * h.norm(dim=-1)).clamp(min=1e-30)).mean().item(),
+            "chance_per_token": math.sqrt(2 / (math.pi * D)),
+            "flattened": (inner.sum().abs() / (g.norm() * h.norm())).item(),
+            "chance_flattened": math.sqrt(2 / (math.pi * N * D)), "g": inner.sum().item()}
+
+
+def update_of_pass(before, after):
+    """The change b = after - before of states (N, D) in the direction u of before: a = <b, u> / D is what the rms gains
+    to first order; b_perp the rest, which turns the direction by b_perp / s."""
+    s = before.square().mean(-1, keepdim=True).sqrt()
+    u, b = before / s, after - before
+    a = (b * u).mean(-1, keepdim=True)
+    perp = (b - a * u).square().mean(-1).sqrt()
+    turned = (after / after.square().mean(-1, keepdim=True).sqrt() - u).square().mean(-1).sqrt()
+    return {"s": s.mean().item(), "a": a.mean().item(), "b": b.square().mean(-1).sqrt().mean().item(),
+            "b_perp": perp.mean().item(), "turned": turned.mean().item(), "first_order": (perp / s[:, 0]).mean().item()}
+
+
+def throughput(model, idx, n_loop, rounds=3):
+    """Tokens per second of a forward pass with one readout, the best of some rounds."""
+    best = math.inf
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        states, context = passes(model, idx, n_loop)
+        model.logits(states[-1], context, n_loop)
+        best = min(best, time.perf_counter() - begun)
+    return idx.numel() / best
+
+
+def diagnose(ckpt, n_tokens, device="cpu"):
+    """Everything the study says of one run, as plain numbers."""
+    model, state = load_model(ckpt, device)
+    cfg = model.cfg
+    folder, meta = open_data(argparse.Namespace(**state["args"]))
+    text, K, T = load_tokenizer(folder), cfg.n_loop, cfg.block_size
+    n_tokens = max(n_tokens, T)
+    x, y = windows(folder, meta, n_tokens, T)
+    depths, lengths_of = list(range(1, BEYOND * K + 1)), token_bytes(text)
+    with torch.no_grad():
+        at = [evaluate(model, folder, meta, n_tokens, 8, lengths_of, n_loop=k) for k in depths]
+        speed = [throughput(model, x[:8].to(device), k) for k in depths]
+        kept, updates, clamped = [[] for _ in depths], [[] for _ in depths[1:]], []
+        for i in range(0, len(x), 8):
+            idx, targets = x[i:i + 8].to(device), y[i:i + 8].to(device)
+            states, context = passes(model, idx, depths[-1])
+            for k, h in enumerate(states):
+                kept[k].append(h.float().norm(dim=-1).flatten().cpu().numpy())
+            for k in range(len(depths) - 1):
+                updates[k].append(update_of_pass(states[k].flatten(0, 1).float(), states[k + 1].flatten(0, 1).float()))
+            short, context = passes(model, idx, K)
+            held, _ = passes(model, idx, K, clamp=True)
+            losses = [F.cross_entropy(model.logits(h[-1], context, K).flatten(0, 1).float(), targets.flatten()).item()
+                      for h in (short, held)]
+            clamped.append([len(idx) * v for v in (losses[1] - losses[0], held[-1].norm(dim=-1).mean().item(),
+                                                   short[-1].norm(dim=-1).mean().item())])
+    kept = [np.concatenate(v) for v in kept]
+    idx, targets = x[:8].to(device), y[:8].to(device)
+    with torch.no_grad():
+        states, context = passes(model, idx, K)
+    d_ce, held, free = np.sum(clamped, axis=0) / len(x)
+    return {"run": Path(ckpt).name, "seed": state["args"]["seed"], "n_loop": K, "n_embd": cfg.n_embd,
+            "tokens": len(x) * T, "ce": [v["loss"] for v in at], "bpb": [v["bpb"] for v in at], "tok_per_s": speed,
+            "norm": [spread(v) for v in kept], "tail": tail_tokens(kept[K - 1], x, text),
+            "radial": [radial_share(model, states, context, targets, k, K) for k in range(K)],
+            "update": [{key: float(np.mean([u[key] for u in v])) for key in v[0]} for v in updates],
+            "clamp": {"delta_ce": float(d_ce), "ratio": float(held / free)}}
+
+
+# --- the study ---
+def plan(a):
+    """{(cell, variant, seed): (folder, command line of train.py)}."""
+    runs, seeds = {}, a.seeds or ([42, 101] if a.quick else [42, 101, 202])
+    base = f"--preset={a.preset}" if a.preset else LAPTOP
+    if a.quick:
+        base += " --n_embd=32 --max_steps=60 --eval_interval=20"
+    variants = {"": (list(CELLS), "")} if not a.sweep else SWEEPS[a.sweep]
+    for variant, (cells, more) in variants.items():
+        for cell in a.cells or cells:
+            for seed in seeds:
+                name = "-".join(filter(None, [cell, variant, f"s{seed}"]))
+                folder = Path(a.out_dir, name)
+                runs[cell, variant, seed] = folder, f"{base} {CELLS[cell]} {more} --seed={seed} --out_dir={folder}"
+    return runs
+
+
+def train_all(runs, jobs):
+    """Run what is not finished, jobs processes at a time; returns when all are."""
+    todo = [(folder, line) for folder, line in runs.values() if not (folder / "summary.json").is_file()]
+    running, done, begun = [], 0, time.time()
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)
+    try:
+        while todo or running:
+            while todo and len(running) < jobs:
+                folder, line = todo.pop(0)
+                folder.mkdir(parents=True, exist_ok=True)
+                with open(folder / "log.txt", "w") as log:
+                    command = [sys.executable, str(ROOT / "train.py"), *shlex.split(line)]
+                    running.append((folder, subprocess.Popen(command, stdout=log, stderr=log)))
+            for folder, process in list(running):
+                if process.poll() is not None:
+                    running.remove((folder, process))
+                    done += 1
+                    if process.returncode:
+                        stop(f"the run {folder} failed, {folder / 'log.txt'} says why: "
+                             + (folder / "log.txt").read_text().strip()[-200:])
+                    left = (time.time() - begun) / done * (len(todo) + len(running))
+                    progress(f"{folder.name} done, {len(todo) + len(running)} to go, ETA {duration(left)}", True)
+            time.sleep(0.2)
+    finally:
+        for _, process in running:               # stopped by hand: the runs save and go on next time
+            process.terminate()
+
+
+def mean_sd(values):
+    return f"{np.mean(values):.4g}" + (f" +- {np.std(values, ddof=1):.2g}" if len(values) > 1 else "")
+
+
+def ratio(over, under):
+    """Geometric mean of over / under, paired by seed, with its 95% t interval: (ratio, low, high)."""
+    from scipy.stats import t
+    logs = np.log(np.asarray(over) / np.asarray(under))
+    half = t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else math.nan
+    return tuple(math.exp(v) for v in (logs.mean(), logs.mean() - half, logs.mean() + half))
+
+
+def label(cell, variant):
+    return "-".join(filter(None, [cell, variant]))
+
+
+def report(found):
+    """found: {(cell, variant): [diagnosis of each seed]}."""
+    print("\nmean +- sd over seeds; norm: of the state after the last trained pass, over tokens; CE in nats at K passes "
+          "of the trained K;\nradial: |cos| of gradient and state at the last pass, over chance; clamp: norm ratio, nats")
+    row = "{:28s} {:16s} {:14s} {:14s} {:17s} {:17s} {:17s} {:9s} {}".format
+    print(row("cell", "norm, mean", "median", "p99", "CE at 1", "CE at K", "CE at 2K", "radial", "clamp"))
+    for key, runs in found.items():
+        k = runs[0]["n_loop"] - 1
+
+        def over(get, show=mean_sd):
+            return show([get(r) for r in runs])
+        print(row(label(*key), over(lambda r: r["norm"][k]["mean"]), over(lambda r: r["norm"][k]["median"]),
+                  over(lambda r: r["norm"][k]["p99"]), over(lambda r: r["ce"][0]), over(lambda r: r["ce"][k]),
+                  over(lambda r: r["ce"][2 * k + 1]),
+                  over(lambda r: r["radial"][k]["per_token"] / r["radial"][k]["chance_per_token"],
+                       lambda v: f"{np.mean(v):.2g}"),
+                  f"{over(lambda r: r['clamp']['ratio'], np.mean):.2f}, "
+                  f"{over(lambda r: r['clamp']['delta_ce'], np.mean):+.4f}"))
+    for (cell, variant), runs in found.items():
+        k, drift = runs[0]["n_loop"] - 1, found.get(("perloop-norm", variant))
+        if drift and cell in ("perloop-raw", "perloop-penalty", "perloop-final", "terminal-norm"):
+            longer = {r["seed"]: r["norm"][k]["mean"] for r in drift}
+            shared = [r for r in runs if r["seed"] in longer]
+            pairs = [longer[r["seed"]] for r in shared], [r["norm"][k]["mean"] for r in shared]
+            print(f"final norm of {label('perloop-norm', variant)} over that of {label(cell, variant)}: "
+                  "{:.3g} [{:.3g}, {:.3g}], {} seeds".format(*ratio(*pairs), len(shared)))
+
+
+def trajectory(folder):
+    """(steps, mean norm of H_K) over training, from metrics.csv."""
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as f:
+        rows = [r for r in csv.DictReader(f) if r["val_loss"]]
+    last = max((k for k in rows[0] if k.startswith("val_norm_")), key=lambda k: int(k.rpartition("_")[2]))
+    return [int(r["step"]) for r in rows], [float(r[last]) for r in rows]
+
+
+def plot(found, folders, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(2, 2, figsize=(13, 9.5), layout="constrained")
+    for i, ((cell, variant), runs) in enumerate(found.items()):
+        K = runs[0]["n_loop"]
+        style = dict(color=f"C{i}", ls="--" if cell.startswith("terminal") else "-", label=label(cell, variant))
+        ks = range(1, BEYOND * K + 1)
+        axes[0, 0].plot(ks, np.mean([[n["mean"] for n in r["norm"]] for r in runs], axis=0), "o", ms=3, **style)
+        curves = [trajectory(folder) for folder in folders[cell, variant]]
+        axes[0, 1].plot(curves[0][0], np.mean([c[1] for c in curves], axis=0), **style)
+        ppl = np.exp(np.mean([r["ce"] for r in runs], axis=0))
+        axes[1, 0].plot(ks, ppl, "o", ms=3, **style)
+        axes[1, 1].plot(np.mean([r["tok_per_s"] for r in runs], axis=0)[:K], ppl[:K], "o", ms=3, **style)
+    axes[0, 0].axvline(K, color="0.7", lw=1)
+    axes[1, 0].axvline(K, color="0.7", lw=1)
+    axes[0, 0].set(yscale="log", xlabel=f"pass (trained with {K})", ylabel="mean norm of the state",
+                   title="how the state grows over passes")
+    axes[0, 1].set(yscale="log", xlabel="training step", ylabel=f"mean norm of H_{K}", title="and over training")
+    low = min(np.exp(r["ce"][K - 1]) for runs in found.values() for r in runs)
+    axes[1, 0].set(xlabel="passes at inference", ylabel="validation perplexity", ylim=(0.95 * low, 3 * low),
+                   title="what a pass less or more is worth")
+    axes[1, 1].set(xlabel="tokens per second, K = 1 on the right", ylabel="validation perplexity",
+                   ylim=(0.95 * low, 3 * low), title="perplexity against speed")
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+    axes[0, 0].legend(fontsize=8)
+    drift = found.get(("perloop-norm", ""))
+    fig.suptitle("norm of the last state, mean over seeds: " + ", ".join(
+        f"{cell} {np.mean([r['norm'][K - 1]['mean'] for r in runs]):.3g}" for (cell, v), runs in found.items()
+        if cell in FOUR and not v) if drift else "")
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
+    add = parser.add_argument
+    add("--ckpt", help="diagnose this run folder or ckpt.pt only")
+    add("--preset", choices=[p for p in PRESETS if p.startswith("readout")],
+        help="the paper's scale instead of a laptop's")
+    add("--plan", action="store_true", help="print the train.py commands and exit")
+    add("--quick", action="store_true", help="D 32 and 60 steps: shows what the study does, not what it finds")
+    add("--lemmas", action="store_true", help="check the two lemmas and exit")
+    add("--sweep", choices=SWEEPS, help="instead of the cells: lambda of the penalty | a falling rate | tied N(0,1)")
+    add("--cells", nargs="+", choices=CELLS, help="only these cells")
+    add("--seeds", nargs="+", type=int, help="default: 42 101 202")
+    add("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
+    add("--tokens", type=int, default=20480, help="validation tokens of the diagnostics (default: 20480)")
+    add("--device", default="", help="of the diagnostics: cuda, mps or cpu (default: the first that is there)")
+    add("--out_dir", default="", help="folder of the runs and results (default: out/readout, or out/readout-quick)")
+    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.json")
+    a = parser.parse_args(argv)
+    for name, low in (("tokens", 1), ("jobs", 0)):
+        if getattr(a, name) < low:
+            stop(f"--{name}={getattr(a, name)}: must be at least {low}")
+    a.out_dir = a.out_dir or f"out/readout{'-quick' if a.quick else ''}{f'-{a.preset[8:]}' if a.preset else ''}"
+    if a.lemmas:
+        return check_lemmas()
+    if a.ckpt:
+        found = diagnose(a.ckpt, a.tokens, pick_device(a.device))
+        report({(found["run"], ""): [found]})
+        tail = found["tail"]
+        print(f"longest 1% of the states: {tail['first']:.0%} at the first position, {tail['first8']:.0%} in the first "
+              f"8 (even: {tail['even_first8']:.0%}); "
+              + ", ".join(f"{t['token']!r} {t['share_of_tail']:.0%}" for t in tail["tokens"]))
+        if a.json:
+            write_atomic(Path(a.json), json.dumps(found, indent=1).encode())
+        return
+    runs = plan(a)
+    for _, line in runs.values():
+        parse(shlex.split(line))                 # refuses now what train.py would refuse later
+    if a.plan:
+        print("\n".join(f"python train.py {' '.join(line.split())}" for _, line in runs.values()))
+        return
+    train_all(runs, a.jobs or os.cpu_count())
+    found, folders = {}, {}
+    for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items()):
+        progress(f"diagnosing {folder.name}, {i + 1} of {len(runs)}", False)
+        found.setdefault((cell, variant), []).append(diagnose(folder, a.tokens, pick_device(a.device)))
+        folders.setdefault((cell, variant), []).append(folder)
+    report(found)
+    out = Path(a.out_dir)
+    plot(found, folders, out / "readout.png")
+    write_atomic(Path(a.json) if a.json else out / "readout.json",
+                 json.dumps([r for runs in found.values() for r in runs], indent=1).encode())
+    print(f"wrote {out / 'readout.png'} and {a.json or out / 'readout.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""readout_study.py: the lemmas, each diagnostic against plain arithmetic, the study end to end on a tiny corpus."""
+import json
+import math
+import shlex
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import readout_study as R
+import train as T
+from model import Config, LoopedLM, norm
+
+LOOP = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_prelude=0, n_coda=0, n_loop=3, inject="none",
+            loop_norm=False)
+
+
+def looped(**kw):
+    torch.manual_seed(0)
+    model = LoopedLM(Config(**{**LOOP, **kw}))
+    torch.nn.init.normal_(model.head.weight, std=0.3)
+    return model.eval()
+
+
+def tokens(B=2, T=16, seed=1):
+    return torch.randint(0, 100, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+# --- lemmas ---
+def some_states(n=50, D=24):
+    g = torch.Generator().manual_seed(0)
+    h = torch.randn(n, D, generator=g, dtype=torch.float64) * torch.logspace(-1, 3, n, dtype=torch.float64)[:, None]
+    return h, torch.randn(60, D, generator=g, dtype=torch.float64), torch.arange(n)
+
+
+def test_visibility():
+    h, weight, targets = some_states()
+    seen = {name: R.visibility(f, h, weight, targets) for name, f in R.readouts(0.0).items()}
+    assert seen["RMSNorm"].max() < 1e-10 and seen["LayerNorm"].max() < 1e-10 and seen["raw"].min() > 1e-4
+    short, long = h[:10] / h[:10].norm(dim=-1, keepdim=True), None
+    with_eps = R.readouts(1e-4)["RMSNorm"]
+    short, long = (R.visibility(with_eps, s * short, weight, targets[:10]).mean() for s in (1, 10))
+    assert short / long == pytest.approx(100, rel=0.1)     # what eps lets through falls with the square of the length
+
+
+def test_visibility_is_the_derivative_along_the_state():
+    """|<g, h>| from finite differences of the loss in the length of h."""
+    h, weight, targets = some_states()
+    raw = R.readouts(0.0)["raw"]
+
+    def loss(c):
+        return F.cross_entropy((c * h) @ weight.T, targets, reduction="none")
+    slope = (loss(1 + 1e-6) - loss(1 - 1e-6)) / 2e-6
+    x = h.clone().requires_grad_()
+    g, = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets, reduction="sum"), x)
+    expected = slope.abs() / (g.norm(dim=-1) * h.norm(dim=-1))
+    torch.testing.assert_close(R.visibility(raw, h, weight, targets), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_first_order_residuals_fall_with_the_scale():
+    u = torch.randn(20, 16, dtype=torch.float64)
+    u = u / u.square().mean(-1, keepdim=True).sqrt()
+    b = torch.randn(20, 16, dtype=torch.float64)
+    rows = R.activity(lambda x: b, u, (10.0, 100.0, 1000.0))
+    for (_, rms, turn), (_, rms10, turn10) in zip(rows, rows[1:]):
+        assert rms / rms10 == pytest.approx(10, rel=0.2) and turn / turn10 == pytest.approx(100, rel=0.3)
+    wrong = R.activity(lambda x: 0.01 * x, u, (10.0, 1000.0))  # an update that grows with s breaks the law
+    assert wrong[1][1] > 0.1 or wrong[1][2] > 1e-4 or wrong[1][1] == pytest.approx(0, abs=1e-9)
+    assert R.activity(lambda x: b + 0.01 * x ** 2, u, (10.0, 1000.0))[1][2] > rows[2][2] * 100
+
+
+# --- diagnostics ---
+def test_clamp_keeps_the_length_of_the_first_pass_and_leaves_it_unchanged():
+    model, idx = looped(), tokens()
+    free, _ = R.passes(model, idx, 4)
+    held, _ = R.passes(model, idx, 4, clamp=True)
+    torch.testing.assert_close(held[0], free[0], rtol=0, atol=0)
+    for h in held[1:]:
+        torch.testing.assert_close(h.norm(dim=-1), held[0].norm(dim=-1))
+    assert not torch.allclose(held[-1], free[-1])
+
+
+def test_clamp_is_the_identity_where_the_length_does_not_grow():
+    model, idx = looped(loop_norm=True), tokens()
+    for free, held in zip(R.passes(model, idx, 4)[0], R.passes(model, idx, 4, clamp=True)[0]):
+        torch.testing.assert_close(held, free, rtol=1e-4, atol=1e-5)
+
+
+def test_update_splits_into_radial_and_orthogonal():
+    g = torch.Generator().manual_seed(0)
+    before, after = torch.randn(40, 8, generator=g).double() * 5, torch.randn(40, 8, generator=g).double() * 5
+    u = R.update_of_pass(before, after)
+    b = (after - before).square().mean(-1)
+    s = before.square().mean(-1).sqrt()
+    a = ((after - before) * before).mean(-1) / s
+    assert u["a"] == pytest.approx(a.mean().item()) and u["s"] == pytest.approx(s.mean().item())
+    assert u["b_perp"] == pytest.approx((b - a ** 2).sqrt().mean().item())        # Pythagoras
+    grown = R.update_of_pass(before, 3 * before)
+    assert grown["b_perp"] == pytest.approx(0, abs=1e-9) and grown["turned"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("readout, visible", [("norm", False), ("raw", True), ("final", None)])
+def test_radial_share_sees_the_length_through_a_raw_readout_only(readout, visible):
+    model, x, y = looped(readout=readout).double(), tokens(), tokens(seed=2)
+    model.table = model.table.double()
+    states, context = R.passes(model, x, 3)
+    first, last = (R.radial_share(model, states, context, y, k, 3) for k in (0, 2))
+    for r, seen in ((first, visible if visible is not None else True), (last, bool(visible))):
+        assert (r["per_token"] > 0.2 * r["chance_per_token"]) == seen and (abs(r["g"]) > 1e-3) == seen
+    drawn = F.cosine_similarity(torch.randn(20000, 32), torch.randn(20000, 32)).abs().mean().item()
+    assert first["chance_per_token"] == pytest.approx(drawn, rel=0.05)
+
+
+def test_tail_index_of_known_tails():
+    rng = np.random.default_rng(0)
+    assert R.tail_index(rng.pareto(1.5, 200_000) + 1) == pytest.approx(1.5, rel=0.1)
+    assert R.tail_index(10 + rng.standard_normal(200_000)) > 20
+
+
+def test_tail_tokens_name_what_is_long():
+    idx, lengths = torch.full((4, 50), 7), np.ones(200)
+    idx[2, 0], idx[3, 0] = 9, 9
+    lengths[[100, 150]] = 5.0                              # two states, both token 9 at the first position
+    tail = R.tail_tokens(lengths, idx, type("", (), {"decode": staticmethod(str)}))
+    assert tail["first"] == 1 and tail["tokens"] == [{"token": "[9]", "share_of_tail": 1.0, "in_tail": 1.0}]
+
+
+def test_ratio_is_geometric_and_paired():
+    middle, low, high = R.ratio([20, 80, 40], [2, 8, 4])
+    assert (middle, low, high) == pytest.approx((10, 10, 10))
+    middle, low, high = R.ratio([10, 1000], [1, 1])
+    assert middle == pytest.approx(100) and low < 10 and high > 1000
+    assert math.isnan(R.ratio([3], [1])[1])
+
+
+def test_penalty_is_the_mean_square_and_reaches_the_blocks():
+    model, x, y = looped(), tokens(), tokens(seed=2)
+    plain, penalised = (model(x, y, norm_penalty=v)[1]["loss"] for v in (0.0, 0.3))
+    states, _ = R.passes(model, x, 3)
+    mean_square = np.mean([h.square().mean().item() for h in states])
+    assert (penalised - plain).item() == pytest.approx(0.3 * mean_square, rel=1e-4)
+    (penalised - plain).backward()
+    assert all(p.grad.isfinite().all() and p.grad.abs().sum() > 0 for p in model.recur.parameters())
+
+
+def test_the_penalty_shortens_and_the_readout_norm_lets_grow():
+    """The signature in small: fifty steps on random text, the state ends longer without the penalty than with it."""
+    length = {}
+    for penalty in (0.0, 0.1):
+        model, x = looped(), tokens(8, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(50):
+            _, out = model(x, x.roll(-1, 1), loss="per_loop", norm_penalty=penalty)
+            optimizer.zero_grad()
+            out["loss"].backward()
+            optimizer.step()
+        length[penalty] = out["norm"][-1].item()
+    assert length[0.0] > 1.5 * length[0.1]
+
+
+def test_diagnosis_of_a_run(tiny, tmp_path):
+    """Losses at K equal an n_loop = K evaluation, norms and throughput have one entry for each pass."""
+    T.train(*T.parse(tiny("--loss=per_loop", "--n_prelude=0", "--n_coda=0", "--inject=none", "--loop_norm=false",
+                          "--n_loop=2")))
+    found = R.diagnose(tmp_path / "run", 640)
+    assert len(found["ce"]) == len(found["norm"]) == len(found["tok_per_s"]) == 4 and len(found["radial"]) == 2
+    model, state = T.load_model(tmp_path / "run")
+    folder, meta = T.open_data(T.argparse.Namespace(**state["args"]))
+    x, y = R.windows(folder, meta, 640, 32)
+    with torch.no_grad():
+        for k, ce in enumerate(found["ce"], 1):
+            assert ce == pytest.approx(model(x, y, n_loop=k)[1]["ce"].item(), rel=1e-4)
+        lengths = model(x, y)[1]["norm"]
+    assert found["norm"][1]["mean"] == pytest.approx(lengths[1].item(), rel=1e-4)
+    assert found["radial"][1]["per_token"] < 1e-5
+    json.dumps(found)
+
+
+# --- the study ---
+def planned(capsys, *flags):
+    R.main(["--plan", *flags])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_plan_is_what_train_accepts(capsys):
+    lines = planned(capsys)
+    assert len(lines) == len(set(lines)) == 24
+    for line in lines:
+        args, _ = T.parse(shlex.split(line)[2:])
+        assert T.config_of(args, 1024).depth() == 16 and args.schedule == "constant"
+    big = planned(capsys, "--preset=readout-129m", "--cells", "perloop-norm", "--seeds", "42")
+    assert len(big) == 1 and "--preset=readout-129m" in big[0]
+    for sweep, n in (("lambda", 9), ("schedule", 12), ("init", 12)):
+        assert len(planned(capsys, f"--sweep={sweep}")) == n
+    assert all("--max_steps=60" in line for line in planned(capsys, "--quick"))
+
+
+def test_the_study_end_to_end_and_again(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(R, "LAPTOP", R.LAPTOP.replace("--vocab_size=1024", f"--data={corpus}").replace(
+        "--max_steps=800", "--max_steps=6 --block_size=32").replace("--n_embd=64", "--n_embd=32"))
+    flags = ["--cells", "perloop-norm", "perloop-raw", "--seeds", "1", "--tokens=512", f"--out_dir={tmp_path}"]
+    R.main(flags)
+    first = json.loads((tmp_path / "readout.json").read_text())
+    assert len(first) == 2 and (tmp_path / "readout.png").stat().st_size > 20_000
+    assert "final norm of perloop-norm over that of perloop-raw" in capsys.readouterr().out
+    R.main(flags)
+    again = json.loads((tmp_path / "readout.json").read_text())
+    assert "2 of them finished before" in capsys.readouterr().out
+    assert [r["ce"] for r in first] == [r["ce"] for r in again]
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--ckpt=nowhere"], "nowhere"), (["--cells", "x"], "--cells"), (["--tokens=0"], "--tokens=0"),
+    (["--sweep=x"], "--sweep"), (["--preset=pocket"], "--preset")])
+def test_refusals(flags, says, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        R.main(flags)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in message and message.count("\n") == 1
