@@ -79,13 +79,14 @@ def doubt(criterion, logits, last, state, before):
 
 # --- exit ---
 class Test(NamedTuple):
-    """What a rule may look at: the exit point s (0 .. S - 2), the rows still in the loop, their position, readouts
-    (b, V) here and at the exit point before (None if there is none), states (b, 1, D) behind and before the stage."""
+    """What a rule may look at, for b rows still in the loop: the exit point s (0 .. S - 2), the rows and their position
+    (whole windows at once: (B, 1) and (T,)), readouts (b, V) here and at the exit point before (None: no such), states
+    (b, D) behind and before the stage."""
     s: int
     rows: torch.Tensor
-    position: int
-    logits: torch.Tensor
-    last: torch.Tensor
+    position: int | torch.Tensor
+    logits: torch.Tensor | None
+    last: torch.Tensor | None
     state: torch.Tensor
     before: torch.Tensor
 
@@ -96,8 +97,7 @@ class Rule(NamedTuple):
 
 
 def exit_below(criterion, tau):
-    return Rule(criterion != "change",
-                lambda t: doubt(criterion, t.logits, t.last, t.state[:, 0], t.before[:, 0]) < tau)
+    return Rule(criterion != "change", lambda t: doubt(criterion, t.logits, t.last, t.state, t.before) < tau)
 
 
 def exit_at(depth, reads=False):
@@ -133,7 +133,7 @@ class RowCache:
                 found.append(cache[:, :, :t + 1])
             else:
                 cache[self.rows, :, t:t + 1] = new
-                found.append(cache[self.rows, :, :t + 1])
+                found.append(cache[:, :, :t + 1].index_select(0, self.rows))
         return found
 
     def skip(self, s, pair, layer=slice(None)):
@@ -146,6 +146,13 @@ class RowCache:
 def n_stages(cfg):
     """S: a stage is what runs between two exit points, a pass of the loop or a layer of an unlooped model."""
     return cfg.n_loop if cfg.n_loop > 1 else cfg.n_prelude + cfg.n_recur
+
+
+def stage(model, s):
+    """The blocks of stage s and the slot of the first."""
+    if model.cfg.n_loop > 1:
+        return model.recur, model.cfg.n_prelude + s * model.cfg.n_recur
+    return [[*model.prelude, *model.recur][s]], s
 
 
 def begin(model, idx, context, seen=None):
@@ -175,12 +182,10 @@ def entering(model, s, e, h):
 
 def advance(model, s, e, h, context, seen=None):
     """One stage: (what goes on, what is read out), which differ where an unlooped model has a norm behind its loop."""
-    cfg = model.cfg
-    blocks = model.recur if cfg.n_loop > 1 else [[*model.prelude, *model.recur][s]]
-    slot = cfg.n_prelude + s * cfg.n_recur if cfg.n_loop > 1 else s
+    blocks, slot = stage(model, s)
     h = through(model, blocks, entering(model, s, e, h), context, slot, seen)
-    state = norm(h) if cfg.loop_norm else h
-    return (state if cfg.n_loop > 1 else h), state
+    state = norm(h) if model.cfg.loop_norm else h
+    return (state if model.cfg.n_loop > 1 else h), state
 
 
 def read(model, s, state, context):
@@ -189,7 +194,7 @@ def read(model, s, state, context):
 
 
 def keys_values(attn, x, table):
-    """The keys and values (b, H, 1, head_dim) that an attention layer makes of x (b, 1, D): Attention.forward without
+    """The keys and values (B, H, T, head_dim) that an attention layer makes of x (B, T, D): Attention.forward without
     the rest. Its queries are computed too, in the same product, and dropped."""
     _, k, v = (y.view(*x.shape[:2], attn.n_head, -1) for y in attn.qkv(x).chunk(3, dim=-1))
     return rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)
@@ -207,8 +212,8 @@ def fill(model, s, e, h, context, keys):
         for i, block in enumerate(model.recur):
             cache.skip(s, keys_values(block.attn, x, table), i)
     else:
-        for j, block in enumerate([*model.prelude, *model.recur][s + 1:], s + 1):
-            pair = keys_values(block.attn, norm(entering(model, j, e, h)), table)
+        for j in range(s + 1, n_stages(cfg)):
+            pair = keys_values(stage(model, j)[0][0].attn, norm(entering(model, j, e, h)), table)
             for store, new in zip((cache.k, cache.v), pair):
                 store[j, rows, :, now] = new
 
@@ -216,41 +221,34 @@ def fill(model, s, e, h, context, keys):
 def step(model, tokens, cache, rule=None, keys="reuse"):
     """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
     row that exits is taken out of all that follows; without a rule none is tested."""
-    S, B, device = n_stages(model.cfg), len(tokens), tokens.device
+    S, device = n_stages(model.cfg), tokens.device
     context = (model.table[cache.length:cache.length + 1], None, cache, None)
-    rows, depth = torch.arange(B, device=device), torch.full((B,), S, device=device)
+    rows, depth = torch.arange(len(tokens), device=device), torch.full((len(tokens),), S, device=device)
     cache.only(rows)
     e = h = state = begin(model, tokens[:, None], context)
     result = last = None
     for s in range(S):
-        before = state
-        h, state = advance(model, s, e, h, context)
+        before, (h, state) = state, advance(model, s, e, h, context)
         if rule is None and s < S - 1:
             continue
         logits = read(model, s, state, context)[:, 0] if s == S - 1 or rule.reads else None
         if s == S - 1:
-            leave = torch.ones(len(rows), dtype=torch.bool, device=device)
+            leave = torch.ones_like(rows, dtype=torch.bool)
         else:
-            leave = rule.leave(Test(s, rows, cache.length, logits, last, state, before))
-        n = int(leave.sum())
-        if n:
-            gone, stay = (rows, rows[:0]) if n == len(rows) else (rows[leave], rows[~leave])
+            leave = rule.leave(Test(s, rows, cache.length, logits, last, state[:, 0], before[:, 0]))
+        if leave.any():
+            gone = rows[leave]
             cache.only(gone)
-            some = slice(None) if n == len(rows) else leave
-            mine = read(model, s, state[some], context)[:, 0] if logits is None else logits[some]
+            out = read(model, s, state[leave], context)[:, 0] if logits is None else logits[leave]
+            result = out.new_empty(len(tokens), out.size(-1)) if result is None else result
+            result[gone], depth[gone] = out, s + 1
             if s < S - 1:
-                fill(model, s, e[some], h[some], context, keys)
-                depth[gone] = s + 1
-            result = mine if n == B else mine.new_empty(B, mine.size(-1)) if result is None else result
-            if n == B:
+                fill(model, s, e[leave], h[leave], context, keys)
+            rows = rows[~leave]
+            if not len(rows):
                 break
-            result[gone] = mine
-            if not len(stay):
-                break
-            rows = stay
             cache.only(rows)
-            e, h, state = e[~leave], h[~leave], state[~leave]
-            logits = None if logits is None else logits[~leave]
+            e, h, state, logits = (None if x is None else x[~leave] for x in (e, h, state, logits))
         last = logits
     cache.length += 1
     return result, depth
@@ -345,17 +343,62 @@ def calibrate(score, target, saving):
     return high
 
 
-# --- as generation works: one position at a time ---
+# --- as generation works ---
 @torch.inference_mode()
-def score(model, x, y, rule, keys, say=lambda t: None):
-    """Nats (B, T) and depths (B, T) of windows x with targets y (B, T); exits change what later tokens attend to."""
+def score_by_step(model, x, y, rule=None, keys="reuse"):
+    """Nats (B, T) and depths (B, T) of windows x with targets y (B, T), one position at a time."""
     cache, nats, depths = RowCache(model, len(x)), [], []
     for t in range(x.size(1)):
         logits, depth = step(model, x[:, t], cache, rule, keys)
         nats.append(F.cross_entropy(logits.float(), y[:, t], reduction="none"))
         depths.append(depth)
-        say(t + 1)
-    return torch.stack(nats, 1).cpu(), torch.stack(depths, 1).cpu()
+    return torch.stack(nats, 1), torch.stack(depths, 1)
+
+
+class Merged:
+    """A cache for whole windows at once: where a position is not active, it keeps the pair that was put there."""
+
+    def __init__(self):
+        self.pairs, self.active = {}, None       # slot: keys and values (B, H, T, head_dim); (B, 1, T, 1)
+
+    def update(self, slot, k, v):
+        old = self.pairs.get(slot, (k, v))
+        self.pairs[slot] = [torch.where(self.active, new, kept) for new, kept in zip((k, v), old)]
+        return self.pairs[slot]
+
+
+@torch.inference_mode()
+def score_at_once(model, x, y, rule, keys="reuse"):
+    """What score_by_step gives, for a model without a coda, stage by stage over whole windows and ten times as fast.
+    It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
+    would see the state each of them leaves with, later in this order."""
+    S, cfg, cache = n_stages(model.cfg), model.cfg, Merged()
+    table, mask, *_ = model.context(x, cfg.n_loop, None)
+    context = (table, mask, cache, None)
+    active, cache.active = torch.ones_like(x, dtype=torch.bool), torch.ones((), dtype=torch.bool, device=x.device)
+    nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
+    rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
+    e = h = state = begin(model, x, context)
+    last = None
+    for s in range(S):
+        cache.active = active[:, None, :, None]
+        if s and cfg.n_loop > 1 and keys == "reuse":
+            for slot in range(cfg.n_prelude + s * cfg.n_recur, cfg.n_prelude + (s + 1) * cfg.n_recur):
+                cache.pairs[slot] = cache.pairs[slot - cfg.n_recur]
+        elif s:
+            frozen = norm(entering(model, s, e, h))
+            for i, block in enumerate(stage(model, s)[0]):
+                cache.pairs[stage(model, s)[1] + i] = keys_values(block.attn, frozen, table)
+        before, (new, read_out) = state, advance(model, s, e, h, context)
+        h, state = (torch.where(active[..., None], a, b) for a, b in ((new, h), (read_out, state)))
+        logits = read(model, s, state, context)
+        leave = active
+        if s < S - 1:
+            leave = active & rule.leave(Test(s, rows, positions, logits, last, state, before))
+        nats = torch.where(leave, F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none"), nats)
+        depth = torch.where(leave, s + 1, depth)
+        active, last = active & ~leave, logits
+    return nats, depth
 
 
 @torch.inference_mode()
@@ -461,17 +504,18 @@ def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
 
 
 def policy(model, c, boot, x, y, test, points, criterion, keys, batch_size, say, bytes_per_token):
-    """The charged points again, scored one position at a time, beside the same depths dealt at random."""
+    """The charged points again, scored as generation works, beside the same depths dealt at random."""
     tests, found, device = criterion != "change", [], model.table.device
     generator = torch.Generator().manual_seed(0)
+    scorer = score_by_step if model.cfg.n_coda else score_at_once
 
-    def run(rules, text):
+    def run(rule_of, text):
         parts = []
         for i in range(0, len(x), batch_size):
             s = slice(i, i + batch_size)
-            parts.append(score(model, x[s].to(device), y[s].to(device), rules(s), keys, lambda t: say(text)))
-        nats, depth = (torch.cat(p).flatten() for p in zip(*parts))
-        return nats, depth
+            parts.append([v.cpu() for v in scorer(model, x[s].to(device), y[s].to(device), rule_of(s), keys)])
+            say(text)
+        return (torch.cat(p).flatten() for p in zip(*parts))
     for p in points:
         if p["tau"] is None:
             continue
@@ -490,10 +534,10 @@ def study(name, model, folder, meta, a):
     cfg, c, device = model.cfg, costs(model.cfg), model.table.device
     lengths, begun = token_bytes(load_tokenizer(folder)), time.time()
     sets = {split: windows(folder, meta, split, a.tokens, cfg.block_size, lengths) for split in ("val", "test")}
-    seen, chunk = {}, 8
+    seen, B = {}, a.batch_size
 
     for split, (x, y, _, _) in sets.items():
-        batches = [[t[i:i + chunk].to(device) for t in (x, y)] for i in range(0, len(x), chunk)]
+        batches = [[t[i:i + B].to(device) for t in (x, y)] for i in range(0, len(x), B)]
         seen[split] = observe(model, batches, lambda i: progress(
             f"{name}: {split} {i}/{len(batches)} batches of teacher forcing", False))
     x, y, n_bytes, document = sets["test"]
@@ -516,13 +560,13 @@ def study(name, model, folder, meta, a):
               "frontier": ways, "policies": {}}
     kinds = [k for k in a.kv if k != "full" and (k != "reuse" or c["looped"])]
     points = ways["charged"][a.criterion]
-    jobs = len(kinds) * 2 * sum(p["tau"] is not None for p in points) * -(-len(x) // a.batch_size) * cfg.block_size
+    jobs = len(kinds) * 2 * sum(p["tau"] is not None for p in points) * -(-len(x) // a.batch_size)
     begun, done = time.time(), 0
 
     def say(text):
         nonlocal done
         done += 1
-        progress(f"{name}: {text}, position {done}/{jobs}, ETA {duration((time.time() - begun) / done * (jobs - done))}",
+        progress(f"{name}: {text}, batch {done}/{jobs}, ETA {duration((time.time() - begun) / done * (jobs - done))}",
                  False)
     for keys in kinds:
         result["policies"][keys] = policy(model, c, boot, x, y, test, points, a.criterion, keys, a.batch_size, say,
@@ -746,7 +790,7 @@ def parse(argv=None):
         help="policies to score (default: all that the model allows); when generating, the one to use (default: reuse)")
     add("--tokens", type=int, default=65536, help="test tokens, and as many validation tokens for tau (default: 65536)")
     add("--quick", action="store_true", help="an eighth of the tokens, for a first look")
-    add("--batch_size", type=int, default=64, help="windows scored side by side (default: 64)")
+    add("--batch_size", type=int, default=16, help="windows scored side by side (default: 16)")
     add("--prompt", nargs="+", help="generate from these texts instead")
     add("--exit_tau", type=float, default=1.0, help="tau of the generation (default: 1.0); 0 never exits")
     add("--max_new_tokens", type=int, default=100, help="at most this many, and what block_size leaves (default: 100)")
