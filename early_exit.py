@@ -12,7 +12,7 @@ head and exits when the chosen doubt about the next token is below tau (arXiv 26
 find in the skipped slots of the KV cache is one of three policies:
 
     full    keys and values of the full depth, as if the token had gone on: teacher forcing, what the paper reports.
-            A bound: nothing is saved
+            A bound, since nothing is saved; a coda reads exit point k as if all tokens had left there
     copy    the skipped layers project them from the exit state (CALM, arXiv 2207.07061)
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 
 from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
-from model import norm, rotate, sample
+from model import KVCache, norm, rotate, sample
 from train import duration, load_model, open_data, pick_device, progress, read_windows
 
 CRITERIA = ("entropy", "margin", "kl", "change")
@@ -391,12 +391,13 @@ def score_at_once(model, x, y, rule, keys="reuse"):
                 cache.pairs[stage(model, s)[1] + i] = keys_values(block.attn, frozen, table)
         before, (new, read_out) = state, advance(model, s, e, h, context)
         h, state = (torch.where(active[..., None], a, b) for a, b in ((new, h), (read_out, state)))
-        logits = read(model, s, state, context)
-        leave = active
+        logits, leave = read(model, s, state, context) if rule.reads and s < S - 1 else None, active
         if s < S - 1:
             leave = active & rule.leave(Test(s, rows, positions, logits, last, state, before))
-        nats = torch.where(leave, F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none"), nats)
-        depth = torch.where(leave, s + 1, depth)
+        if leave.any():
+            out = read(model, s, state[leave][None], context)[0] if logits is None else logits[leave]
+            nats[leave] = F.cross_entropy(out.float(), y[leave], reduction="none")
+            depth[leave] = s + 1
         active, last = active & ~leave, logits
     return nats, depth
 
@@ -681,25 +682,36 @@ def plot(results, path):
 
 def finding(results):
     """The title: what 10% saved costs, tests charged and not."""
-    texts = []
-    for r in results:
-        ten = [next(p for p in r["frontier"][way][r["criterion"]] if p["target"] == 0.1) for way in ("layers", "charged")]
-        loss = [f"{p['lost']['nats']:+.3f}" if p["tau"] is not None else "out of reach" for p in ten]
-        texts.append(f"{r['run']}: {loss[0]} by layers, {loss[1]} with tests charged")
-    return f"nats lost by {results[0]['criterion']} exits at 10% saved; " + "; ".join(texts)
+    lines = []
+    for way, text in (("layers", "counting layers only"), ("charged", "with every test charged")):
+        ten = [(r["run"], next(p for p in r["frontier"][way][r["criterion"]] if p["target"] == 0.1)) for r in results]
+        lines.append(f"{text}: " + ", ".join(
+            f"{name} " + (f"{p['lost']['nats']:+.3f}" if p["tau"] is not None else "out of reach") for name, p in ten))
+    return f"nats lost by {results[0]['criterion']} exits at 10% saved; " + "\n".join(lines)
 
 
 # --- time ---
+def decode(model, ids, rule, keys):
+    cache = RowCache(model, 1)
+    for t in range(len(ids)):
+        step(model, ids[t:t + 1], cache, rule, keys)
+
+
+def decode_plainly(model, ids):
+    """model.py's own loop, for comparison: exits must not win against a slow baseline."""
+    cache = KVCache(model.cfg, 1, model.cfg.n_loop)
+    for t in range(len(ids)):
+        model(ids[None, t:t + 1], cache=cache)
+
+
 @torch.inference_mode()
-def race(model, ids, contenders, rounds, keys):
-    """Seconds of decoding ids (T,) at batch 1 by each contender, a rule, in turns: {name: [rounds]}. The first round
-    warms up and does not count."""
+def race(contenders, rounds):
+    """Seconds of each contender, a function, in turns: {name: [rounds]}. The first round warms up and does not count."""
     times = {name: [] for name in contenders}
     for i in range(rounds + 1):
-        for name, rule in contenders.items():
-            cache, begun = RowCache(model, 1), time.perf_counter()
-            for t in range(len(ids)):
-                step(model, ids[t:t + 1], cache, rule, keys)
+        for name, run in contenders.items():
+            begun = time.perf_counter()
+            run()
             if i:
                 times[name].append(time.perf_counter() - begun)
         progress(f"timing, round {i}/{rounds}", False)
@@ -712,14 +724,14 @@ def quartiles(values):
 
 def compare(times, name, claim):
     """Time saved by a contender against full depth in the same round, beside the claimed share of FLOPs."""
-    low, middle, high = quartiles([1 - mine / full for mine, full in zip(times[name], times["full"])])
+    low, middle, high = quartiles([1 - mine / full for mine, full in zip(times[name], times["full depth"])])
     return {"claimed": claim, "time_saved": middle, "low": low, "high": high, "ratio": middle / claim if claim else None,
             "speed_up": 1 / (1 - middle)}
 
 
-def schedule(c, n, target, tests):
+def schedule(c, n, target, tests, keys="reuse"):
     """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
-    each = [saved(c, torch.tensor([d]), tests)["charged"] for d in range(1, c["stages"] + 1)]
+    each = [saved(c, torch.tensor([d]), tests, keys)["charged"] for d in range(1, c["stages"] + 1)]
     if not each[-1] <= target <= each[0]:
         stop(f"--force_saved={100 * target:g}: this model can save between {each[-1]:.0%} and {each[0]:.0%} of its FLOPs")
     d = next(i for i in range(len(each) - 1) if each[i + 1] <= target)
@@ -731,18 +743,19 @@ def schedule(c, n, target, tests):
 def forced(model, a):
     """Times of schedules of exits that save the asked shares, tests computed as if they decided."""
     c, tests, device = costs(model.cfg), a.criterion != "change", model.table.device
-    T, plain = model.cfg.block_size, {"full": None}
+    T, keys = model.cfg.block_size, a.kv[0]
     ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
-    plans = {f"{share:g}%": schedule(c, T, share / 100, tests) for share in a.force_saved}
-    times = race(model, ids, {**plain, **{k: exit_at(d.to(device), tests) for k, d in plans.items()}}, a.rounds, a.kv[0])
-    full = quartiles(times["full"])[1]
-    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, full depth {1e3 * full / T:.2f} ms per token; "
-          f"{a.rounds} rounds, quartiles in brackets")
-    rows = {}
-    for name, depth in plans.items():
-        rows[name] = compare(times, name, saved(c, depth[0], tests, a.kv[0])["charged"])
-        print_time(rows[name])
-    return {"ms_per_token": 1e3 * full / T, "keys": a.kv[0], "rows": rows}
+    plans = {f"{share:g}%": schedule(c, T, share / 100, tests, keys) for share in a.force_saved}
+    rules = {"full depth": None, **{name: exit_at(depth.to(device), tests) for name, depth in plans.items()}}
+    contenders = {name: lambda rule=rule: decode(model, ids, rule, keys) for name, rule in rules.items()}
+    times = race({"model.py": lambda: decode_plainly(model, ids), **contenders}, a.rounds)
+    ms = {name: 1e3 * quartiles(t)[1] / T for name, t in times.items()}
+    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, keys and values by {keys}; {a.rounds} rounds, "
+          f"quartiles in brackets\nms per token: " + ", ".join(f"{name} {t:.2f}" for name, t in ms.items()))
+    rows = {name: compare(times, name, saved(c, depth[0], tests, keys)["charged"]) for name, depth in plans.items()}
+    for r in rows.values():
+        print_time(r)
+    return {"ms_per_token": ms, "keys": keys, "rows": rows}
 
 
 def print_time(r):
@@ -770,7 +783,8 @@ def talk(model, folder, a):
         print(f"mean {sum(depth) / len(depth):.2f} of {c['stages']}; FLOPs saved: layers {share['layers']:.1%}, with head "
               f"{share['head']:.1%}, with tests {share['charged']:.1%}")
         ids = torch.tensor(ids[:-1], device=model.table.device)
-        times = race(model, ids, {"full": None, "exits": rule}, a.rounds, keys)
+        times = race({"full depth": lambda: decode(model, ids, None, keys),
+                      "exits": lambda: decode(model, ids, rule, keys)}, a.rounds)
         timing = compare(times, "exits", share["charged"])
         for name in times:
             print(f"{len(ids) / quartiles(times[name])[1]:7.1f} tokens/s {'with' if name == 'exits' else 'without'} exits")

@@ -15,7 +15,8 @@ PYTHON = [c for c in SHELL if c.startswith("python ")]
 BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```", README, re.S)
        for line in block.splitlines() if "train.py" in line]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
-         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"]}
+         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"],
+         "early_exit.py": ["--tokens=256", "--rounds=1", "--max_new_tokens=8", "--device=cpu"]}
 
 
 def test_readme_begins_with_two_set_up_commands():
@@ -34,9 +35,9 @@ def test_readme_command(command, run, tmp_path):
         flags = [f for f in flags if f != "--resume"]
     elif script != "train.py":
         flags += SHORT.get(script, [])
-        if script == "moe.py":                            # the run it looks at, made by the command above it
-            made = shlex.split(next(c for c in PYTHON if "--n_expert" in c))[2:]
-            made = run("train.py", *made, *SHORT["train.py"], cwd=tmp_path)
+        for folder in re.findall(r"out/\w+", command):    # the runs it looks at, made by the commands above it
+            made = shlex.split(next(c for c in PYTHON if c.endswith(f"--out_dir={folder}")))[2:]
+            made = run("train.py", *made, *SHORT["train.py"], "--block_size=32", cwd=tmp_path)
             assert made.returncode == 0, made.stderr
         if "--input" in flags:
             text = tmp_path / "book.txt"
