@@ -117,6 +117,7 @@ class RowCache:
         cfg, device = model.cfg, model.table.device
         shape = (cfg.depth(), batch_size, cfg.n_head, cfg.block_size, cfg.n_embd // cfg.n_head)
         self.k, self.v = (torch.zeros(shape, device=device) for _ in "kv")
+        self.slots = list(zip(self.k, self.v))   # views made once: an indexing call a layer is time, too
         self.length, self.size, self.rows = 0, batch_size, None
         inside = slice(cfg.n_prelude, cfg.n_prelude + cfg.n_loop * cfg.n_recur)
         self.loop = [c[inside].view(cfg.n_loop, cfg.n_recur, *shape[1:]) for c in (self.k, self.v)]
@@ -127,7 +128,7 @@ class RowCache:
     def update(self, slot, k, v):
         """Store k, v (b, H, 1, head_dim) of the rows at work; returns theirs so far (b, H, length + 1, head_dim)."""
         t, found = self.length, []
-        for cache, new in ((self.k[slot], k), (self.v[slot], v)):
+        for cache, new in zip(self.slots[slot], (k, v)):
             if self.rows is None:
                 cache[:, :, t:t + 1] = new
                 found.append(cache[:, :, :t + 1])
@@ -214,8 +215,8 @@ def fill(model, s, e, h, context, keys):
     else:
         for j in range(s + 1, n_stages(cfg)):
             pair = keys_values(stage(model, j)[0][0].attn, norm(entering(model, j, e, h)), table)
-            for store, new in zip((cache.k, cache.v), pair):
-                store[j, rows, :, now] = new
+            for store, new in zip(cache.slots[j], pair):
+                store[rows, :, now] = new
 
 
 def step(model, tokens, cache, rule=None, keys="reuse"):
@@ -229,7 +230,8 @@ def step(model, tokens, cache, rule=None, keys="reuse"):
     result = last = None
     for s in range(S):
         before, (h, state) = state, advance(model, s, e, h, context)
-        if rule is None and s < S - 1:
+        if rule is None:
+            result = read(model, s, state, context)[:, 0] if s == S - 1 else None
             continue
         logits = read(model, s, state, context)[:, 0] if s == S - 1 or rule.reads else None
         if s == S - 1:
