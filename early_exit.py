@@ -335,7 +335,8 @@ def at_depth(values, depth):
 
 def calibrate(score, target, saving):
     """The tau at which saving(depth) reaches the target, by bisection; None where none does."""
-    high = score[score.isfinite()].max().item() * 1.001 + 1e-9
+    known = score[score.isfinite()]              # of two passes, kl has no score at all
+    high = known.max().item() * 1.001 + 1e-9 if len(known) else 0.0
     if saving(first_below(score, high)) < target:
         return None
     low = 0.0
@@ -670,7 +671,7 @@ def plot(results, path):
                   if p["tau"] is not None)
         low = min(r["fixed"][-1]["nats"] for r in results) if many else 0
         high = max(r["fixed"][-1]["nats"] for r in results) if many else 0
-        ax.set(xlabel="FLOPs saved, % of the full model", title=title, xlim=(-12, 40),
+        ax.set(xlabel="FLOPs saved, % of the full model", title=title, xlim=(-20, 80),
                ylabel="nats per token" if many else "nats per token lost against full depth",
                ylim=(low - 0.02 - 0.05 * top, high + 1.15 * top + 0.02))
         ax.axvline(0, color="0.8", lw=1)
@@ -683,13 +684,22 @@ def plot(results, path):
 
 
 def finding(results):
-    """The title: what 10% saved costs, tests charged and not."""
+    """The title: what 10% saved costs, by layers and with tests charged; of a single run beside its baselines."""
     lines = []
     for way, text in (("layers", "counting layers only"), ("charged", "with every test charged")):
-        ten = [(r["run"], next(p for p in r["frontier"][way][r["criterion"]] if p["target"] == 0.1)) for r in results]
-        lines.append(f"{text}: " + ", ".join(
-            f"{name} " + (f"{p['lost']['nats']:+.3f}" if p["tau"] is not None else "out of reach") for name, p in ten))
-    return f"nats lost by {results[0]['criterion']} exits at 10% saved; " + "\n".join(lines)
+        costs_of = []
+        for r in results:
+            p = next(p for p in r["frontier"][way][r["criterion"]] if p["target"] == 0.1)
+            if p["tau"] is None:
+                costs_of.append(f"{r['run']} out of reach")
+            elif len(results) > 1:
+                costs_of.append(f"{r['run']} {p['lost']['nats']:+.3f}")
+            else:
+                costs_of.append(f"exits {p['lost']['nats']:+.3f}, random exits {p['random']['nats']:+.3f}, fixed smaller "
+                                f"depth {p['fixed']['nats']:+.3f}")
+        lines.append(f"{text}: " + ", ".join(costs_of))
+    name = results[0]["run"] + ", " if len(results) == 1 else ""
+    return f"{name}nats lost by {results[0]['criterion']} exits at 10% saved\n" + "; ".join(lines)
 
 
 # --- time ---

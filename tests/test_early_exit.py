@@ -384,7 +384,7 @@ def folder(corpus, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("variant", [PLAIN, CODA, UNLOOPED, dict(PLAIN, n_expert=4)])
+@pytest.mark.parametrize("variant", [PLAIN, CODA, UNLOOPED, dict(PLAIN, n_expert=4, n_loop=2)])
 def test_study_of_a_run(folder, tmp_path, capsys, variant):
     X.main(["--ckpt", folder("run", **variant), "--tokens=320", "--device=cpu"])
     (r,) = json.loads((tmp_path / "run" / "early_exit.json").read_text())
