@@ -63,7 +63,7 @@ def jsd(logp, logq):
 def doubt(criterion, logits, last, state, before):
     """How unsure the model still is at an exit point (...,), at least 0; below tau a token exits. entropy: of the
     readout, in nats. margin: 1 - (p of the likeliest token - p of the second). kl: KL in nats from the readout of the
-    exit point before (last) to this one, infinite at the first. change: |state - before| / |state|, needs no readout."""
+    exit point before (last) to this one, infinite at the first. change: |state - before| / |state|, without readout."""
     if criterion == "change":
         return (state - before).norm(dim=-1) / state.norm(dim=-1)
     logp = logits.float().log_softmax(-1)
@@ -372,7 +372,7 @@ class Merged:
 
 @torch.inference_mode()
 def score_at_once(model, x, y, rule, keys="reuse"):
-    """What score_by_step gives, for a model without a coda, stage by stage over whole windows and ten times as fast.
+    """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
     It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
     would see the state each of them leaves with, later in this order."""
     S, cfg, cache = n_stages(model.cfg), model.cfg, Merged()
@@ -450,7 +450,8 @@ class Bootstrap:
         self.group = group.unique(return_inverse=True)[1].repeat_interleave(T)             # (N,)
         self.groups = int(self.group.max()) + 1
         drawn = torch.randint(self.groups, (n, self.groups), generator=torch.Generator().manual_seed(0))
-        self.counts = F.one_hot(drawn, self.groups).sum(1).double() if self.groups < 2000 else None
+        self.counts = torch.zeros(n, self.groups, dtype=torch.double)
+        self.counts.scatter_add_(1, drawn, torch.ones_like(self.counts))
         self.size = self.total(torch.ones(len(self.group)))
 
     def total(self, values):
@@ -536,10 +537,9 @@ def policy(model, c, boot, x, y, test, points, criterion, keys, batch_size, say,
 def study(name, model, folder, meta, a):
     """All numbers of one run, as plain Python."""
     cfg, c, device = model.cfg, costs(model.cfg), model.table.device
-    lengths, begun = token_bytes(load_tokenizer(folder)), time.time()
+    lengths = token_bytes(load_tokenizer(folder))
     sets = {split: windows(folder, meta, split, a.tokens, cfg.block_size, lengths) for split in ("val", "test")}
     seen, B = {}, a.batch_size
-
     for split, (x, y, _, _) in sets.items():
         batches = [[t[i:i + B].to(device) for t in (x, y)] for i in range(0, len(x), B)]
         seen[split] = observe(model, batches, lambda i: progress(
@@ -550,7 +550,6 @@ def study(name, model, folder, meta, a):
     ways = {way: {k: frontier(c, boot, seen["val"], test, k, way, bytes_per_token) for k in CRITERIA}
             for way in ("layers", "charged")}
     first = test["agree"].int().argmax(0) + 1    # the last exit point always agrees with itself
-    nothing = test["ce"][-1]
     result = {"run": name, "stages": c["stages"], "looped": c["looped"], "criterion": a.criterion, "costs": c,
               "tokens": x.numel(), "calibration_tokens": sets["val"][0].numel(), "unit": boot.unit,
               "units": boot.groups, "bytes_per_token": bytes_per_token,
@@ -559,8 +558,8 @@ def study(name, model, folder, meta, a):
               "fixed": [{"stages": d, "saved": saved(c, torch.tensor([d]), False), "nats": ce, "ppl": math.exp(ce),
                          "bpb": ce / math.log(2) / bytes_per_token}
                         for d, ce in enumerate(test["ce"].double().mean(1).tolist(), 1)],
-              "oracle": row(c, boot, first, at_depth(test["ce"], first), test["ce"], nothing, False, "charged", "reuse",
-                            bytes_per_token),
+              "oracle": row(c, boot, first, at_depth(test["ce"], first), test["ce"], test["ce"][-1], False, "charged",
+                            "reuse", bytes_per_token),
               "frontier": ways, "policies": {}}
     kinds = [k for k in a.kv if k != "full" and (k != "reuse" or c["looped"])]
     points = ways["charged"][a.criterion]
@@ -589,8 +588,8 @@ def between(d):
 
 def report(r):
     c = r["costs"]
-    print(f"\n{r['run']}: {r['stages']} {'passes' if r['looped'] else 'layers'}; {c['full'] / 1e6:.2f} MFLOPs per token, "
-          f"a stage {c['stage'] / c['full']:.1%}, a readout {c['readout'] / c['full']:.1%} of them\n"
+    print(f"\n{r['run']}: {r['stages']} {'passes' if r['looped'] else 'layers'}; {c['full'] / 1e6:.2f} MFLOPs per token,"
+          f" a stage {c['stage'] / c['full']:.1%}, a readout {c['readout'] / c['full']:.1%} of them\n"
           f"{r['tokens']} test tokens; tau from {r['calibration_tokens']} validation tokens; intervals over "
           f"{r['units']} {r['unit']}\n\n{'layer':>5s} {'JSD to final':>12s} {'below 0.5':>9s} {'nats':>7s}")
     for x in r["layers"]:
@@ -620,8 +619,8 @@ def report(r):
     for keys, points in r["policies"].items():
         lines(f"{r['criterion']}, tests charged, scored as generation works: {keys}", points)
     o = r["oracle"]
-    print(f"\noracle (leaves when its likeliest token is the final one; no tests): saves {o['saved']['layers']:.1%} of the "
-          f"layers, {o['saved']['charged']:.1%} charged; nats lost {between(o['lost'])}")
+    print(f"\noracle (leaves when its likeliest token is the final one; no tests): saves {o['saved']['layers']:.1%} of "
+          f"the layers, {o['saved']['charged']:.1%} charged; nats lost {between(o['lost'])}")
     print("nats lost at 10 and 20% saved, layers only | charged:")
     for k in CRITERIA:
         print(f"  {k:8s}" + " | ".join("  ".join(
@@ -695,8 +694,8 @@ def finding(results):
             elif len(results) > 1:
                 costs_of.append(f"{r['run']} {p['lost']['nats']:+.3f}")
             else:
-                costs_of.append(f"exits {p['lost']['nats']:+.3f}, random exits {p['random']['nats']:+.3f}, fixed smaller "
-                                f"depth {p['fixed']['nats']:+.3f}")
+                costs_of.append(f"exits {p['lost']['nats']:+.3f}, random exits {p['random']['nats']:+.3f}, "
+                                f"fixed smaller depth {p['fixed']['nats']:+.3f}")
         lines.append(f"{text}: " + ", ".join(costs_of))
     name = results[0]["run"] + ", " if len(results) == 1 else ""
     return f"{name}nats lost by {results[0]['criterion']} exits at 10% saved\n" + "; ".join(lines)
@@ -718,7 +717,7 @@ def decode_plainly(model, ids):
 
 @torch.inference_mode()
 def race(contenders, rounds):
-    """Seconds of each contender, a function, in turns: {name: [rounds]}. The first round warms up and does not count."""
+    """Seconds of each contender, a function, in turns: {name: [rounds]}. The first round only warms up."""
     times = {name: [] for name in contenders}
     for i in range(rounds + 1):
         for name, run in contenders.items():
@@ -737,15 +736,15 @@ def quartiles(values):
 def compare(times, name, claim):
     """Time saved by a contender against full depth in the same round, beside the claimed share of FLOPs."""
     low, middle, high = quartiles([1 - mine / full for mine, full in zip(times[name], times["full depth"])])
-    return {"claimed": claim, "time_saved": middle, "low": low, "high": high, "ratio": middle / claim if claim else None,
-            "speed_up": 1 / (1 - middle)}
+    return {"claimed": claim, "time_saved": middle, "low": low, "high": high, "speed_up": 1 / (1 - middle),
+            "ratio": middle / claim if claim > 0 else None}
 
 
 def schedule(c, n, target, tests, keys="reuse"):
     """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
     each = [saved(c, torch.tensor([d]), tests, keys)["charged"] for d in range(1, c["stages"] + 1)]
     if not each[-1] <= target <= each[0]:
-        stop(f"--force_saved={100 * target:g}: this model can save between {each[-1]:.0%} and {each[0]:.0%} of its FLOPs")
+        stop(f"--force_saved={100 * target:g}: this model can save from {each[-1]:.0%} to {each[0]:.0%} of its FLOPs")
     d = next(i for i in range(len(each) - 1) if each[i + 1] <= target)
     early = round(n * (target - each[d + 1]) / (each[d] - each[d + 1]))
     steps = torch.arange(n + 1) * early // n
@@ -771,7 +770,7 @@ def forced(model, a):
 
 
 def print_time(r):
-    print(f"claimed {r['claimed']:.1%} of FLOPs, saved {r['time_saved']:.1%} [{r['low']:.1%}, {r['high']:.1%}] of the time"
+    print(f"claimed {r['claimed']:.1%} of FLOPs, saved {r['time_saved']:.1%} [{r['low']:.1%}, {r['high']:.1%}] of time"
           + (f": {r['ratio']:.2f} of the claim" if r["ratio"] else "") + f"; {r['speed_up']:.2f} times as fast")
 
 
@@ -792,14 +791,14 @@ def talk(model, folder, a):
         print(f"\n{text.decode(ids)}\n\n{'passes' if c['looped'] else 'layers'} before each token: "
               + " ".join(f"{w.strip()}/{d}" for w, d in zip(words, depth)))
         share = saved(c, torch.tensor(depth), tests, keys)
-        print(f"mean {sum(depth) / len(depth):.2f} of {c['stages']}; FLOPs saved: layers {share['layers']:.1%}, with head "
-              f"{share['head']:.1%}, with tests {share['charged']:.1%}")
+        print(f"mean {sum(depth) / len(depth):.2f} of {c['stages']}; FLOPs saved: layers {share['layers']:.1%}, "
+              f"with head {share['head']:.1%}, with tests {share['charged']:.1%}")
         ids = torch.tensor(ids[:-1], device=model.table.device)
         times = race({"full depth": lambda: decode(model, ids, None, keys),
                       "exits": lambda: decode(model, ids, rule, keys)}, a.rounds)
         timing = compare(times, "exits", share["charged"])
-        for name in times:
-            print(f"{len(ids) / quartiles(times[name])[1]:7.1f} tokens/s {'with' if name == 'exits' else 'without'} exits")
+        for name, how in (("full depth", "without"), ("exits", "with")):
+            print(f"{len(ids) / quartiles(times[name])[1]:7.1f} tokens/s {how} exits")
         print_time(timing)
         result.append({"text": text.decode(rows[len(result)]), "depths": depth, "saved": share, "timing": timing})
     return result

@@ -104,9 +104,9 @@ def test_tau_infinite_is_the_model_of_one_pass(variant):
     else:                                                     # of an unlooped model: its first layer
         cut = dict(variant, n_prelude=0, n_recur=1, inject="none")
         one, n_loop = small(**cut), 1
-        names = {name: value for name, value in model.state_dict().items() if name in one.state_dict()}
-        one.load_state_dict({**names, **{name.replace("prelude", "recur"): value
-                                         for name, value in model.state_dict().items() if name.startswith("prelude.0")}})
+        weights = {name.replace("prelude", "recur"): value for name, value in model.state_dict().items()
+                   if not name.startswith("recur")}
+        one.load_state_dict({name: weights[name] for name in one.state_dict()})
     with torch.no_grad():
         expected = F.cross_entropy(one(x, y, n_loop=n_loop)[0].transpose(1, 2), y, reduction="none")
     for keys in policies(model):
@@ -131,8 +131,8 @@ def test_readout_final_exits_as_it_was_trained():
 
 # --- policies ---
 def reference(model, ids, rule_tau, keys):
-    """Logits and depth of every position of ids, each from a fresh run over its whole prefix, one vector at a time, keys
-    in plain dictionaries; the depths of earlier positions are known when a later one is computed."""
+    """Logits and depth of every position of ids, each from a fresh run over its whole prefix, one vector at a time,
+    keys in plain dictionaries; the depths of earlier positions are known when a later one is computed."""
     cfg, S = model.cfg, X.n_stages(model.cfg)
     blocks = [*model.prelude, *model.recur]
     hd = cfg.n_embd // cfg.n_head
@@ -421,8 +421,8 @@ def test_generation_prints_passes_and_speed(folder, tmp_path, capsys):
 
 
 def test_forced_savings_are_timed(folder, tmp_path):
-    X.main(["--ckpt", folder("run", **PLAIN), "--force_saved", "30", "50", "--rounds=1", f"--json={tmp_path / 'f.json'}",
-            "--device=cpu"])
+    X.main(["--ckpt", folder("run", **PLAIN), "--force_saved", "30", "50", "--rounds=1", "--device=cpu",
+            f"--json={tmp_path / 'f.json'}"])
     rows = json.loads((tmp_path / "f.json").read_text())["rows"]
     assert rows["30%"]["claimed"] == pytest.approx(0.3, abs=0.02) and rows["50%"]["time_saved"] < 1
 
@@ -444,7 +444,8 @@ def test_bad_input_is_one_sentence(folder, capsys, flags, says):
 def test_checkpoints_that_cannot_exit(folder, tmp_path, capsys):
     plain, one = folder("plain", **UNLOOPED), folder("one", n_loop=1, n_prelude=0, n_recur=1, n_coda=0, inject="none")
     for flags, says in (([str(tmp_path / "nosuch")], "no checkpoint"), ([one], "no place to exit"),
-                        ([plain, "--kv", "reuse"], "has no loop"), ([plain, plain, "--prompt", "a"], "takes one --ckpt")):
+                        ([plain, "--kv", "reuse"], "has no loop"),
+                        ([plain, plain, "--prompt", "a"], "takes one --ckpt")):
         with pytest.raises(SystemExit) as e:
             X.main(["--ckpt", *flags, "--device=cpu"])
         err = capsys.readouterr().err
