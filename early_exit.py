@@ -26,6 +26,7 @@ import argparse
 import json
 import math
 import os
+import textwrap
 import time
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -588,8 +589,8 @@ def between(d):
 
 def report(r):
     c = r["costs"]
-    print(f"\n{r['run']}: {r['stages']} {'passes' if r['looped'] else 'layers'}; {c['full'] / 1e6:.2f} MFLOPs per token,"
-          f" a stage {c['stage'] / c['full']:.1%}, a readout {c['readout'] / c['full']:.1%} of them\n"
+    print(f"\n{r['run']}: {r['stages']} {'passes' if r['looped'] else 'layers'}; {c['full'] / 1e6:.2f} MFLOPs per "
+          f"token, a stage {c['stage'] / c['full']:.1%}, a readout {c['readout'] / c['full']:.1%} of them\n"
           f"{r['tokens']} test tokens; tau from {r['calibration_tokens']} validation tokens; intervals over "
           f"{r['units']} {r['unit']}\n\n{'layer':>5s} {'JSD to final':>12s} {'below 0.5':>9s} {'nats':>7s}")
     for x in r["layers"]:
@@ -696,9 +697,9 @@ def finding(results):
             else:
                 costs_of.append(f"exits {p['lost']['nats']:+.3f}, random exits {p['random']['nats']:+.3f}, "
                                 f"fixed smaller depth {p['fixed']['nats']:+.3f}")
-        lines.append(f"{text}: " + ", ".join(costs_of))
+        lines.append(textwrap.fill(f"{text}: " + ", ".join(costs_of), 170))
     name = results[0]["run"] + ", " if len(results) == 1 else ""
-    return f"{name}nats lost by {results[0]['criterion']} exits at 10% saved\n" + "; ".join(lines)
+    return "\n".join([f"{name}nats lost by {results[0]['criterion']} exits at 10% saved", *lines])
 
 
 # --- time ---
