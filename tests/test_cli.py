@@ -37,7 +37,7 @@ def test_readme_command(command, run, tmp_path):
         flags += SHORT.get(script, [])
         for folder in re.findall(r"out/\w+", command):    # the runs it looks at, made by the commands above it
             made = shlex.split(next(c for c in PYTHON if c.endswith(f"--out_dir={folder}")))[2:]
-            made = run("train.py", *made, *SHORT["train.py"], "--block_size=32", cwd=tmp_path)
+            made = run("train.py", *made, *SHORT["train.py"], "--block_size=128", cwd=tmp_path)
             assert made.returncode == 0, made.stderr
         if "--input" in flags:
             text = tmp_path / "book.txt"
