@@ -22,6 +22,7 @@ BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```",
        for line in block.splitlines() if "train.py" in line]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
          "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"],
+         "early_exit.py": ["--tokens=256", "--rounds=1", "--max_new_tokens=8", "--device=cpu"],
          "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"],
          "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
 
@@ -42,14 +43,10 @@ def test_readme_command(command, run, tmp_path):
         flags = [f for f in flags if f != "--resume"]
     elif script != "train.py":
         flags += SHORT.get(script, [])
-        if script == "moe.py":                            # the run it looks at, made by the command above it
-            made = shlex.split(next(c for c in PYTHON if "--n_expert" in c))[2:]
-            made = run("train.py", *made, *SHORT["train.py"], cwd=tmp_path)
+        for folder in re.findall(r"out/\w+", command):    # the runs it looks at, made by the commands above it
+            made = next((c for c in PYTHON if c.endswith(f"--out_dir={folder}")), f"python train.py --out_dir={folder}")
+            made = run("train.py", *shlex.split(made)[2:], *SHORT["train.py"], "--block_size=128", cwd=tmp_path)
             assert made.returncode == 0, made.stderr
-        if script == "downstream.py":                     # the runs it looks at
-            for folder in [f[7:] for f in flags if f.startswith("--ckpt=")]:
-                made = run("train.py", f"--out_dir={folder}", *SHORT["train.py"], cwd=tmp_path)
-                assert made.returncode == 0, made.stderr
         if "--input" in flags:
             text = tmp_path / "book.txt"
             text.write_text("".join(f"line {i} of a book about nothing, number {i * i}\n" for i in range(2000)))

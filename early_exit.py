@@ -1,0 +1,899 @@
+"""
+Early exits: let a token leave the loop as soon as its prediction is certain, and measure what that saves and costs.
+
+    python train.py --loss=per_loop --out_dir=out/x            # supervise every pass; terminal models work, badly
+    python early_exit.py --ckpt out/x                          # convergence, frontier, KV policies; table, PNG, JSON
+    python early_exit.py --ckpt out/a out/b                    # frontiers of several runs in one plot
+    python early_exit.py --ckpt out/x --prompt "The state" --exit_tau 2        # generate, with and without exits
+    python early_exit.py --ckpt out/x --force_saved 30 50      # time of a schedule of exits that saves these FLOPs
+
+Exit points are the loop boundaries, of an unlooped model its layers. A test reads the state out through coda, norm and
+head and exits when the chosen doubt about the next token is below tau (arXiv 2605.09165: entropy). What later tokens
+find in the skipped slots of the KV cache is one of three policies:
+
+    full    keys and values of the full depth, as if the token had gone on: teacher forcing, what the paper reports.
+            A bound, since nothing is saved; a coda reads exit point k as if all tokens had left there
+    copy    the skipped layers project them from the exit state (CALM, arXiv 2207.07061)
+    reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
+
+copy and reuse are scored as generation works, one position at a time. The coda has one cache for all tokens, whatever
+their depth: a token's keys there come from the state it left with. A prompt goes through the same loop as what follows,
+token by token. Arithmetic is fp32.
+
+Shapes: B rows, T positions, D width, V vocabulary, S exit points, the last of which is the whole model, N tokens.
+"""
+import argparse
+import json
+import math
+import os
+import textwrap
+import time
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
+from model import KVCache, norm, rotate, sample
+from train import duration, load_model, open_data, pick_device, progress, read_windows
+
+CRITERIA = ("entropy", "margin", "kl", "change")
+SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
+
+
+# --- distributions ---
+def expect(p, x):
+    """sum p x over the last axis, where p = 0 counts for nothing even if x is infinite."""
+    return torch.where(p > 0, p * x, 0).sum(-1)
+
+
+def entropy(logp):
+    """Entropy in nats of log-probabilities (..., V)."""
+    return -expect(logp.exp(), logp)
+
+
+def jsd(logp, logq):
+    """Jensen-Shannon divergence (...) of log-probabilities (..., V), base 2: 0 for equal, 1 for disjoint ones."""
+    mean = torch.logaddexp(logp, logq) - math.log(2)
+    total = expect(logp.exp(), logp - mean) + expect(logq.exp(), logq - mean)
+    return (total / (2 * math.log(2))).clamp(0, 1)
+
+
+def doubt(criterion, logits, last, state, before):
+    """How unsure the model still is at an exit point (...,), at least 0; below tau a token exits. entropy: of the
+    readout, in nats. margin: 1 - (p of the likeliest token - p of the second). kl: KL in nats from the readout of the
+    exit point before (last) to this one, infinite at the first. change: |state - before| / |state|, without readout."""
+    if criterion == "change":
+        return (state - before).norm(dim=-1) / state.norm(dim=-1)
+    logp = logits.float().log_softmax(-1)
+    if criterion == "entropy":
+        return entropy(logp).clamp(min=0)
+    if criterion == "margin":
+        top = logp.topk(2).values.exp()
+        return 1 - (top[..., 0] - top[..., 1])
+    if last is None:
+        return torch.full(logp.shape[:-1], torch.inf, device=logp.device)
+    return expect(logp.exp(), logp - last.float().log_softmax(-1)).clamp(min=0)
+
+
+# --- exit ---
+class Test(NamedTuple):
+    """What a rule may look at, for b rows still in the loop: the exit point s (0 .. S - 2), the rows and their position
+    (whole windows at once: (B, 1) and (T,)), readouts (b, V) here and at the exit point before (None: no such), states
+    (b, D) behind and before the stage."""
+    s: int
+    rows: torch.Tensor
+    position: int | torch.Tensor
+    logits: torch.Tensor | None
+    last: torch.Tensor | None
+    state: torch.Tensor
+    before: torch.Tensor
+
+
+class Rule(NamedTuple):
+    reads: bool                                  # does the test look at logits? If so each test pays a readout
+    leave: Callable                              # Test -> which rows exit (b,), bool
+
+
+def exit_below(criterion, tau):
+    return Rule(criterion != "change", lambda t: doubt(criterion, t.logits, t.last, t.state, t.before) < tau)
+
+
+def exit_at(depth, reads=False):
+    """Exits prescribed: depth (B, T), 1 .. S. reads: compute and discard the entropy, as a test would."""
+    def leave(t):
+        if reads:
+            entropy(t.logits.log_softmax(-1)).tolist()
+        return depth[t.rows, t.position] == t.s + 1
+    return Rule(reads, leave)
+
+
+class RowCache:
+    """model.KVCache for rows that leave the loop one by one: rows names those at work (None: all). Keys and values
+    (slot, B, H, T, head_dim), slots numbered as a token meets them; the coda's come after those of n_loop passes."""
+
+    def __init__(self, model, batch_size):
+        cfg, device = model.cfg, model.table.device
+        shape = (cfg.depth(), batch_size, cfg.n_head, cfg.block_size, cfg.n_embd // cfg.n_head)
+        self.k, self.v = (torch.zeros(shape, device=device) for _ in "kv")
+        self.slots = list(zip(self.k, self.v))   # views made once: an indexing call a layer is time, too
+        self.length, self.size, self.rows = 0, batch_size, None
+        inside = slice(cfg.n_prelude, cfg.n_prelude + cfg.n_loop * cfg.n_recur)
+        self.loop = [c[inside].view(cfg.n_loop, cfg.n_recur, *shape[1:]) for c in (self.k, self.v)]
+
+    def only(self, rows):
+        self.rows = None if len(rows) == self.size else rows
+
+    def update(self, slot, k, v):
+        """Store k, v (b, H, 1, head_dim) of the rows at work; returns theirs so far (b, H, length + 1, head_dim)."""
+        t, found = self.length, []
+        for cache, new in zip(self.slots[slot], (k, v)):
+            if self.rows is None:
+                cache[:, :, t:t + 1] = new
+                found.append(cache[:, :, :t + 1])
+            else:
+                cache[self.rows, :, t:t + 1] = new
+                found.append(cache[:, :, :t + 1].index_select(0, self.rows))
+        return found
+
+    def skip(self, s, pair, layer=slice(None)):
+        """Put pair, k and v (.., b, H, 1, head_dim), into the slots of a loop's layer(s) in all passes behind s."""
+        rows = slice(None) if self.rows is None else self.rows
+        for cache, new in zip(self.loop, pair):
+            cache[s + 1:, layer][..., rows, :, self.length:self.length + 1, :] = new
+
+
+def n_stages(cfg):
+    """S: a stage is what runs between two exit points, a pass of the loop or a layer of an unlooped model."""
+    return cfg.n_loop if cfg.n_loop > 1 else cfg.n_prelude + cfg.n_recur
+
+
+def stage(model, s):
+    """The blocks of stage s and the slot of the first."""
+    if model.cfg.n_loop > 1:
+        return model.recur, model.cfg.n_prelude + s * model.cfg.n_recur
+    return [[*model.prelude, *model.recur][s]], s
+
+
+def begin(model, idx, context, seen=None):
+    """The state (B, T, D) before the first stage: behind the prelude, which in an unlooped model is stages itself."""
+    h = model.embed(idx)
+    if model.cfg.n_loop > 1:
+        h = through(model, model.prelude, h, context, 0, seen)
+    return h
+
+
+def through(model, blocks, x, context, slot, seen=None):
+    """model.run; seen collects the state behind every layer as if the loop ended there, with its norm if it has one."""
+    for i, block in enumerate(blocks):
+        x = block(x, *context, slot + i)
+        if seen is not None:
+            seen.append(norm(x) if model.cfg.loop_norm else x)
+    return x
+
+
+def entering(model, s, e, h):
+    """Input of stage s from the state h and the first one, e."""
+    cfg = model.cfg
+    if cfg.n_loop > 1:
+        return model.combine(e, torch.zeros_like(h) if s == 0 and cfg.inject == "add" else h)
+    return model.combine(h, h) if s == cfg.n_prelude and cfg.inject == "linear" else h
+
+
+def advance(model, s, e, h, context, seen=None):
+    """One stage: (what goes on, what is read out), which differ where an unlooped model has a norm behind its loop."""
+    blocks, slot = stage(model, s)
+    h = through(model, blocks, entering(model, s, e, h), context, slot, seen)
+    state = norm(h) if model.cfg.loop_norm else h
+    return (state if model.cfg.n_loop > 1 else h), state
+
+
+def read(model, s, state, context):
+    """Readout of exit point s, (b, T, V). It always uses the coda's slots behind the full depth."""
+    return model.logits(state, context, model.cfg.n_loop, last_pass=s == n_stages(model.cfg) - 1)
+
+
+def keys_values(attn, x, table):
+    """The keys and values (B, H, T, head_dim) that an attention layer makes of x (B, T, D): Attention.forward without
+    the rest. Its queries are computed too, in the same product, and dropped."""
+    _, k, v = (y.view(*x.shape[:2], attn.n_head, -1) for y in attn.qkv(x).chunk(3, dim=-1))
+    return rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)
+
+
+def fill(model, s, e, h, context, keys):
+    """What later tokens find where rows that exit at s did not go: keys is copy or reuse."""
+    cfg, (table, _, cache, _) = model.cfg, context
+    now = slice(cache.length, cache.length + 1)
+    rows = slice(None) if cache.rows is None else cache.rows
+    if keys == "reuse":
+        cache.skip(s, [c[s][:, rows, :, now] for c in cache.loop])
+    elif cfg.n_loop > 1:                         # the state and the weights are the same in all skipped passes
+        x = norm(entering(model, s + 1, e, h))
+        for i, block in enumerate(model.recur):
+            cache.skip(s, keys_values(block.attn, x, table), i)
+    else:
+        for j in range(s + 1, n_stages(cfg)):
+            pair = keys_values(stage(model, j)[0][0].attn, norm(entering(model, j, e, h)), table)
+            for store, new in zip(cache.slots[j], pair):
+                store[rows, :, now] = new
+
+
+def step(model, tokens, cache, rule=None, keys="reuse"):
+    """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
+    row that exits is taken out of all that follows; without a rule none is tested."""
+    S, device = n_stages(model.cfg), tokens.device
+    context = (model.table[cache.length:cache.length + 1], None, cache, None)
+    rows, depth = torch.arange(len(tokens), device=device), torch.full((len(tokens),), S, device=device)
+    cache.only(rows)
+    e = h = state = begin(model, tokens[:, None], context)
+    result = last = None
+    for s in range(S):
+        before, (h, state) = state, advance(model, s, e, h, context)
+        if rule is None:
+            result = read(model, s, state, context)[:, 0] if s == S - 1 else None
+            continue
+        logits = read(model, s, state, context)[:, 0] if s == S - 1 or rule.reads else None
+        if s == S - 1:
+            leave = torch.ones_like(rows, dtype=torch.bool)
+        else:
+            leave = rule.leave(Test(s, rows, cache.length, logits, last, state[:, 0], before[:, 0]))
+        if leave.any():
+            gone = rows[leave]
+            cache.only(gone)
+            out = read(model, s, state[leave], context)[:, 0] if logits is None else logits[leave]
+            result = out.new_empty(len(tokens), out.size(-1)) if result is None else result
+            result[gone], depth[gone] = out, s + 1
+            if s < S - 1:
+                fill(model, s, e[leave], h[leave], context, keys)
+            rows = rows[~leave]
+            if not len(rows):
+                break
+            cache.only(rows)
+            e, h, state, logits = (None if x is None else x[~leave] for x in (e, h, state, logits))
+        last = logits
+    cache.length += 1
+    return result, depth
+# --- end exit ---
+
+
+# --- cost ---
+def costs(cfg):
+    """FLOPs per token at full context, as Config.flops_per_token counts them: base (prelude), each stage, each readout
+    (coda and head), copy (keys and values of what was skipped: once for a loop, else for each stage), full = all."""
+    def flops(n_loop, readouts=1):
+        return cfg.flops_per_token(n_loop, train=False, readouts=readouts)
+    n, D, looped = cfg.param_counts(active=True), cfg.n_embd, cfg.n_loop > 1
+    full, readout = flops(cfg.n_loop), flops(cfg.n_loop, 2) - flops(cfg.n_loop)
+    stage = flops(2) - flops(1) if looped else 2 * n["recurrent"] // cfg.n_recur + 4 * D * cfg.block_size
+    return {"base": full - n_stages(cfg) * stage - readout, "stage": stage, "readout": readout, "full": full,
+            "copy": 6 * D * D * (cfg.n_recur if looped else 1) + looped * 2 * n["injection"],
+            "stages": n_stages(cfg), "looped": looped}
+
+
+def saved(c, depth, tests, keys="reuse"):
+    """Share of the FLOPs of the full model that tokens exiting at depth (N,) save, three ways. layers: as the paper
+    counts, the blocks alone. head: with the one readout that every token needs. charged: also every test's readout
+    (tests: does a test need one?) and the projections of copy."""
+    depth = depth.double()
+    skipped = c["stages"] - depth
+    extra = (depth - 1) * c["readout"] if tests else torch.zeros_like(depth)
+    if keys == "copy":
+        extra = extra + c["copy"] * ((skipped > 0) if c["looped"] else skipped)
+    less = skipped * c["stage"]
+    head = c["full"] - c["base"] - c["stage"] * c["stages"]
+    return {"layers": (less.mean() / (c["full"] - head)).item(), "head": (less.mean() / c["full"]).item(),
+            "charged": ((less - extra).mean() / c["full"]).item()}
+
+
+# --- teacher forcing: every exit point of every token at once ---
+@torch.no_grad()
+def observe(model, batches, say=lambda i: None):
+    """Per token, keys and values of the full depth: "ce" (S, N) nats at each exit point, "agree" (S, N) whether its
+    likeliest token is the final one, each criterion (S - 1, N); "layers": mean JSD to the final readout, share of
+    tokens below 0.5 and nats behind every effective layer but the coda's, whose last is the final readout."""
+    cfg, S, found = model.cfg, n_stages(model.cfg), []
+    for i, (x, y) in enumerate(batches):
+        context, seen, states = model.context(x, cfg.n_loop, None), [], []
+        e = h = begin(model, x, context, seen)
+        for s in range(S):
+            h, state = advance(model, s, e, h, context, seen)
+            states.append(state)
+        final = read(model, S - 1, states[-1], context).float().log_softmax(-1)
+        out = {"ce": [], "agree": [], "layers": [], **{name: [] for name in CRITERIA}}
+        last, before = None, e
+        for s, state in enumerate(states):
+            logits = read(model, s, state, context)
+            out["ce"].append(F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="none"))
+            out["agree"].append((logits.argmax(-1) == final.argmax(-1)).flatten())
+            if s < S - 1:
+                for name in CRITERIA:
+                    out[name].append(doubt(name, logits, last, state, before).flatten())
+            last, before = logits, state
+        for j, state in enumerate(seen):
+            logp = read(model, S - 1 if j == len(seen) - 1 else 0, state, context).float().log_softmax(-1)
+            d = jsd(logp, final)
+            nats = F.nll_loss(logp.flatten(0, 1), y.flatten())
+            out["layers"].append(torch.stack([d.mean(), (d < 0.5).float().mean(), nats]) * len(x))
+        found.append({name: torch.stack(values).cpu() for name, values in out.items() if values})
+        say(i + 1)
+    every = {name: torch.cat([f[name] for f in found], 1) for name in found[0] if name != "layers"}
+    n = sum(len(x) for x, _ in batches)
+    return {**every, "layers": (sum(f["layers"] for f in found) / n).tolist()}
+
+
+def first_below(score, tau):
+    """Exit depth (N,), 1 .. S, of scores (S - 1, N): the first below tau, else S."""
+    below = torch.cat([score < tau, torch.ones_like(score[:1], dtype=torch.bool)])
+    return below.int().argmax(0) + 1
+
+
+def at_depth(values, depth):
+    """values (S, N) at depth (N,)."""
+    return values.gather(0, depth[None] - 1)[0]
+
+
+def calibrate(score, target, saving):
+    """The tau at which saving(depth) reaches the target, by bisection; None where none does."""
+    known = score[score.isfinite()]              # of two passes, kl has no score at all
+    high = known.max().item() * 1.001 + 1e-9 if len(known) else 0.0
+    if saving(first_below(score, high)) < target:
+        return None
+    low = 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if saving(first_below(score, middle)) >= target else (middle, high)
+    return high
+
+
+# --- as generation works ---
+@torch.inference_mode()
+def score_by_step(model, x, y, rule=None, keys="reuse"):
+    """Nats (B, T) and depths (B, T) of windows x with targets y (B, T), one position at a time."""
+    cache, nats, depths = RowCache(model, len(x)), [], []
+    for t in range(x.size(1)):
+        logits, depth = step(model, x[:, t], cache, rule, keys)
+        nats.append(F.cross_entropy(logits.float(), y[:, t], reduction="none"))
+        depths.append(depth)
+    return torch.stack(nats, 1), torch.stack(depths, 1)
+
+
+class Merged:
+    """A cache for whole windows at once: where a position is not active, it keeps the pair that was put there."""
+
+    def __init__(self):
+        self.pairs, self.active = {}, None       # slot: keys and values (B, H, T, head_dim); (B, 1, T, 1)
+
+    def update(self, slot, k, v):
+        old = self.pairs.get(slot, (k, v))
+        self.pairs[slot] = [torch.where(self.active, new, kept) for new, kept in zip((k, v), old)]
+        return self.pairs[slot]
+
+
+@torch.inference_mode()
+def score_at_once(model, x, y, rule, keys="reuse"):
+    """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
+    It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
+    would see the state each of them leaves with, later in this order."""
+    S, cfg, cache = n_stages(model.cfg), model.cfg, Merged()
+    table, mask, *_ = model.context(x, cfg.n_loop, None)
+    context = (table, mask, cache, None)
+    active, cache.active = torch.ones_like(x, dtype=torch.bool), torch.ones((), dtype=torch.bool, device=x.device)
+    nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
+    rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
+    e = h = state = begin(model, x, context)
+    last = None
+    for s in range(S):
+        cache.active = active[:, None, :, None]
+        if s and cfg.n_loop > 1 and keys == "reuse":
+            for slot in range(cfg.n_prelude + s * cfg.n_recur, cfg.n_prelude + (s + 1) * cfg.n_recur):
+                cache.pairs[slot] = cache.pairs[slot - cfg.n_recur]
+        elif s:
+            frozen = norm(entering(model, s, e, h))
+            for i, block in enumerate(stage(model, s)[0]):
+                cache.pairs[stage(model, s)[1] + i] = keys_values(block.attn, frozen, table)
+        before, (new, read_out) = state, advance(model, s, e, h, context)
+        h, state = (torch.where(active[..., None], a, b) for a, b in ((new, h), (read_out, state)))
+        logits, leave = read(model, s, state, context) if rule.reads and s < S - 1 else None, active
+        if s < S - 1:
+            leave = active & rule.leave(Test(s, rows, positions, logits, last, state, before))
+        if leave.any():
+            out = read(model, s, state[leave][None], context)[0] if logits is None else logits[leave]
+            nats[leave] = F.cross_entropy(out.float(), y[leave], reduction="none")
+            depth[leave] = s + 1
+        active, last = active & ~leave, logits
+    return nats, depth
+
+
+@torch.inference_mode()
+def generate(model, prompts, n_new, rule=None, keys="reuse", temperature=0.0, top_k=None, seed=0):
+    """Continue prompts, lists of ids of any length, by n_new tokens each: lists of all ids and of the depths of all but
+    the last. Row i draws from its own generator, seeded seed + i, so its answer does not depend on the others."""
+    device, lengths = model.table.device, [len(p) for p in prompts]
+    rows = [list(p) for p in prompts]
+    depths = [[] for _ in prompts]
+    generators = [torch.Generator(device).manual_seed(seed + i) for i in range(len(prompts))]
+    cache = RowCache(model, len(prompts))
+    for t in range(max(lengths) + n_new - 1):
+        column = torch.tensor([row[min(t, len(row) - 1)] for row in rows], device=device)
+        logits, depth = step(model, column, cache, rule, keys)
+        for i, row in enumerate(rows):
+            if t < lengths[i] + n_new - 1:       # a shorter row is done before the others
+                depths[i].append(int(depth[i]))
+                if t == len(row) - 1:
+                    row.append(int(sample(logits[i:i + 1].float(), temperature, top_k, generators[i])))
+    return rows, depths
+
+
+# --- the study ---
+def windows(folder, meta, split, n_tokens, T, lengths):
+    """Inputs and targets (n, T), spread evenly over a split, bytes (n,) that the targets stand for, and the document
+    (n,) in which each begins."""
+    path, total = Path(folder) / f"{split}.bin", meta["splits"][split]["tokens"]
+    if not path.is_file() or total <= T:
+        stop(f"{path}: missing, or too few tokens for block_size={T}; run data/prepare.py again, with more text")
+    available = (total - 1) // T
+    n = max(1, min(available, n_tokens // T))
+    starts = [i * available // n * T for i in range(n)]
+    x, y = read_windows(path, meta["dtype"], starts, T)
+    borders = (np.fromfile(path, dtype=meta["dtype"]) == meta["eot"]).cumsum()
+    return x, y, torch.from_numpy(lengths[y.numpy()].sum(1)), torch.from_numpy(borders[starts])
+
+
+class Bootstrap:
+    """95% intervals of means over tokens: documents are drawn with replacement (windows, where they come from fewer
+    than 10 documents), 2,000 times, the same draws for all, so that differences are paired."""
+
+    def __init__(self, document, T, n=2000):
+        self.unit = "documents" if len(document.unique()) >= 10 else "windows"
+        group = document if self.unit == "documents" else torch.arange(len(document))
+        self.group = group.unique(return_inverse=True)[1].repeat_interleave(T)             # (N,)
+        self.groups = int(self.group.max()) + 1
+        drawn = torch.randint(self.groups, (n, self.groups), generator=torch.Generator().manual_seed(0))
+        self.counts = torch.zeros(n, self.groups, dtype=torch.double)
+        self.counts.scatter_add_(1, drawn, torch.ones_like(self.counts))
+        self.size = self.total(torch.ones(len(self.group)))
+
+    def total(self, values):
+        return torch.zeros(self.groups, dtype=torch.double).index_add(0, self.group, values.double())
+
+    def __call__(self, values):
+        draws = (self.counts @ self.total(values)) / (self.counts @ self.size)
+        low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
+        return {"nats": values.double().mean().item(), "low": low, "high": high}
+
+
+def fixed_at(fixed, ce, saving):
+    """Nats (N,) of a fixed number of stages at any saving: part of the windows with one number, part with the next.
+    fixed: the saving of 1 .. S stages, falling to 0; ce (S, N)."""
+    for d in range(len(fixed) - 1):
+        if saving >= fixed[d + 1]:
+            share = min(1.0, (saving - fixed[d + 1]) / (fixed[d] - fixed[d + 1]))
+            return share * ce[d] + (1 - share) * ce[d + 1]
+    return ce[-1]
+
+
+def dealt(c, depth, tests, way, keys):
+    """The chance that a random exit takes one of the depths (N,) dealt to it, else goes all the way, so that it costs
+    what the exits cost: counted by layers 1, charged less, since a random exit needs no tests."""
+    mine, free = saved(c, depth, tests, keys)[way], saved(c, depth, False, keys)[way]
+    return max(0.0, min(1.0, mine / free)) if free > 0 else 0.0
+
+
+def row(c, boot, depth, nats, ce, random, tests, way, keys, bytes_per_token):
+    """One point of a frontier: what depth (N,) saves, what nats (N,) lose, and both baselines at the same saving."""
+    saving = saved(c, depth, tests, keys)
+    fixed = [saved(c, torch.tensor([d]), False)[way] for d in range(1, c["stages"] + 1)]
+    mean = nats.double().mean().item()
+    return {"saved": saving, "depth": depth.double().mean().item(), "nats": mean, "ppl": math.exp(mean),
+            "bpb": mean / math.log(2) / bytes_per_token, "lost": boot(nats - ce[-1]),
+            "random": boot(random - ce[-1]), "fixed": boot(fixed_at(fixed, ce, saving[way]) - ce[-1]),
+            "vs_random": boot(nats - random), "vs_fixed": boot(nats - fixed_at(fixed, ce, saving[way])),
+            "exits": (depth < c["stages"]).double().mean().item()}
+
+
+def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
+    """Points at SAVED: tau from the calibration tokens, everything else from the test tokens, full keys and values."""
+    tests, points = criterion != "change", []
+    for target in SAVED:
+        tau = calibrate(calibration[criterion], target, lambda d: saved(c, d, tests)[way])
+        point = {"target": target, "tau": tau}
+        if tau is not None:
+            depth, ce = first_below(test[criterion], tau), test["ce"]
+            share = torch.bincount(depth - 1, minlength=len(ce)) / len(depth)
+            q = dealt(c, depth, tests, way, "reuse")
+            random = q * (share[:, None] * ce).sum(0) + (1 - q) * ce[-1]       # its expectation, no draw needed
+            point.update(row(c, boot, depth, at_depth(ce, depth), ce, random, tests, way, "reuse", bytes_per_token))
+        points.append(point)
+    return points
+
+
+def policy(model, c, boot, x, y, test, points, criterion, keys, batch_size, say, bytes_per_token):
+    """The charged points again, scored as generation works, beside the same depths dealt at random."""
+    tests, found, device = criterion != "change", [], model.table.device
+    generator = torch.Generator().manual_seed(0)
+    scorer = score_by_step if model.cfg.n_coda else score_at_once
+
+    def run(rule_of, text):
+        parts = []
+        for i in range(0, len(x), batch_size):
+            s = slice(i, i + batch_size)
+            parts.append([v.cpu() for v in scorer(model, x[s].to(device), y[s].to(device), rule_of(s), keys)])
+            say(text)
+        return (torch.cat(p).flatten() for p in zip(*parts))
+    for p in points:
+        if p["tau"] is None:
+            continue
+        nats, depth = run(lambda s: exit_below(criterion, p["tau"]), f"{keys}, tau {p['tau']:.3g}")
+        q = dealt(c, depth, tests, "charged", keys)
+        shuffled = depth[torch.randperm(len(depth), generator=generator)]
+        chance = torch.where(torch.rand(len(depth), generator=generator) < q, shuffled, c["stages"]).view(x.shape)
+        random, _ = run(lambda s: exit_at(chance[s].to(device)), f"{keys}, random exits")
+        found.append({"target": p["target"], "tau": p["tau"], **row(
+            c, boot, depth, nats, test["ce"], random, tests, "charged", keys, bytes_per_token)})
+    return found
+
+
+def study(name, model, folder, meta, a):
+    """All numbers of one run, as plain Python."""
+    cfg, c, device = model.cfg, costs(model.cfg), model.table.device
+    lengths = token_bytes(load_tokenizer(folder))
+    sets = {split: windows(folder, meta, split, a.tokens, cfg.block_size, lengths) for split in ("val", "test")}
+    seen, B = {}, a.batch_size
+    for split, (x, y, _, _) in sets.items():
+        batches = [[t[i:i + B].to(device) for t in (x, y)] for i in range(0, len(x), B)]
+        seen[split] = observe(model, batches, lambda i: progress(
+            f"{name}: {split} {i}/{len(batches)} batches of teacher forcing", False))
+    x, y, n_bytes, document = sets["test"]
+    test, boot = seen["test"], Bootstrap(document, cfg.block_size)
+    bytes_per_token = n_bytes.sum().item() / x.numel()
+    ways = {way: {k: frontier(c, boot, seen["val"], test, k, way, bytes_per_token) for k in CRITERIA}
+            for way in ("layers", "charged")}
+    first = test["agree"].int().argmax(0) + 1    # the last exit point always agrees with itself
+    result = {"run": name, "stages": c["stages"], "looped": c["looped"], "criterion": a.criterion, "costs": c,
+              "tokens": x.numel(), "calibration_tokens": sets["val"][0].numel(), "unit": boot.unit,
+              "units": boot.groups, "bytes_per_token": bytes_per_token,
+              "layers": [{"layer": i + 1, "jsd": d, "below_half": share, "nats": nats, "boundary": is_boundary(cfg, i)}
+                         for i, (d, share, nats) in enumerate(test["layers"])],
+              "fixed": [{"stages": d, "saved": saved(c, torch.tensor([d]), False), "nats": ce, "ppl": math.exp(ce),
+                         "bpb": ce / math.log(2) / bytes_per_token}
+                        for d, ce in enumerate(test["ce"].double().mean(1).tolist(), 1)],
+              "oracle": row(c, boot, first, at_depth(test["ce"], first), test["ce"], test["ce"][-1], False, "charged",
+                            "reuse", bytes_per_token),
+              "frontier": ways, "policies": {}}
+    kinds = [k for k in a.kv if k != "full" and (k != "reuse" or c["looped"])]
+    points = ways["charged"][a.criterion]
+    jobs = len(kinds) * 2 * sum(p["tau"] is not None for p in points) * -(-len(x) // a.batch_size)
+    begun, done = time.time(), 0
+
+    def say(text):
+        nonlocal done
+        done += 1
+        progress(f"{name}: {text}, batch {done}/{jobs}, ETA {duration((time.time() - begun) / done * (jobs - done))}",
+                 False)
+    for keys in kinds:
+        result["policies"][keys] = policy(model, c, boot, x, y, test, points, a.criterion, keys, a.batch_size, say,
+                                          bytes_per_token)
+    return result
+
+
+def is_boundary(cfg, layer):
+    """Does an exit point lie behind this effective layer (0-based, the prelude's first)?"""
+    return cfg.n_loop == 1 or (layer >= cfg.n_prelude and (layer - cfg.n_prelude + 1) % cfg.n_recur == 0)
+
+
+def between(d):
+    return f"{d['nats']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}]"
+
+
+def report(r):
+    c = r["costs"]
+    print(f"\n{r['run']}: {r['stages']} {'passes' if r['looped'] else 'layers'}; {c['full'] / 1e6:.2f} MFLOPs per "
+          f"token, a stage {c['stage'] / c['full']:.1%}, a readout {c['readout'] / c['full']:.1%} of them\n"
+          f"{r['tokens']} test tokens; tau from {r['calibration_tokens']} validation tokens; intervals over "
+          f"{r['units']} {r['unit']}\n\n{'layer':>5s} {'JSD to final':>12s} {'below 0.5':>9s} {'nats':>7s}")
+    for x in r["layers"]:
+        print(f"{x['layer']:5d} {x['jsd']:12.3f} {x['below_half']:9.1%} {x['nats']:7.3f}"
+              + ("  exit point" if x["boundary"] else ""))
+    print(f"\n{'fixed depth':>11s} {'saved: layers':>14s} {'charged':>8s} {'nats':>7s} {'ppl':>7s} {'bits/byte':>9s}")
+    for x in r["fixed"]:
+        print(f"{x['stages']:11d} {x['saved']['layers']:14.1%} {x['saved']['charged']:8.1%} {x['nats']:7.4f} "
+              f"{x['ppl']:7.2f} {x['bpb']:9.4f}")
+    head = (f"{'aim':>4s} {'tau':>7s} {'layers':>7s} {'+ head':>7s} {'+ tests':>7s} {'exits':>6s} {'ppl':>8s} "
+            f"{'bits/byte':>9s}  {'nats lost':26s}  {'less random':26s}  less fixed depth")
+
+    def lines(title, points):
+        print(f"\n{title}\n{head}")
+        for p in points:
+            if p["tau"] is None:
+                print(f"{p['target']:4.0%} out of reach: the tests cost more than the exits save")
+                continue
+            s = p["saved"]
+            print(f"{p['target']:4.0%} {p['tau']:7.3g} {s['layers']:7.1%} {s['head']:7.1%} {s['charged']:7.1%} "
+                  f"{p['exits']:6.1%} {p['ppl']:8.2f} {p['bpb']:9.4f}  {between(p['lost']):26s}  "
+                  f"{between(p['vs_random']):26s}  {between(p['vs_fixed'])}")
+    lines(f"{r['criterion']}, saved layers only, keys and values of the full depth (the paper's table)",
+          r["frontier"]["layers"][r["criterion"]])
+    lines(f"{r['criterion']}, tests charged, keys and values of the full depth",
+          r["frontier"]["charged"][r["criterion"]])
+    for keys, points in r["policies"].items():
+        lines(f"{r['criterion']}, tests charged, scored as generation works: {keys}", points)
+    o = r["oracle"]
+    print(f"\noracle (leaves when its likeliest token is the final one; no tests): saves {o['saved']['layers']:.1%} of "
+          f"the layers, {o['saved']['charged']:.1%} charged; nats lost {between(o['lost'])}")
+    print("nats lost at 10 and 20% saved, layers only | charged:")
+    for k in CRITERIA:
+        print(f"  {k:8s}" + " | ".join("  ".join(
+            "out of reach" if p["tau"] is None else between(p["lost"])
+            for p in r["frontier"][way][k] if p["target"] in (0.1, 0.2)) for way in ("layers", "charged")))
+
+
+def plot(results, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, (conv, *axes) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    many = len(results) > 1
+    for i, r in enumerate(results):
+        colour = f"C{i}" if many else "C0"
+        x, jsds = [v["layer"] for v in r["layers"]], [v["jsd"] for v in r["layers"]]
+        conv.plot(x, jsds, color=colour, label=f"{r['run']}: mean JSD" if many else "mean JSD to the final readout")
+        marks = [v for v in r["layers"] if v["boundary"]]
+        conv.plot([v["layer"] for v in marks], [v["jsd"] for v in marks], "o", color=colour,
+                  label=None if many else "exit point")
+        if not many:
+            conv.plot(x, [v["below_half"] for v in r["layers"]], color="C1", label="share of tokens below 0.5")
+        for ax, way in zip(axes, ("layers", "charged")):
+            points = [p for p in r["frontier"][way][r["criterion"]] if p["tau"] is not None]
+            sx = [100 * p["saved"][way] for p in points]
+            error = [[p["lost"]["nats"] - p["lost"]["low"] for p in points],
+                     [p["lost"]["high"] - p["lost"]["nats"] for p in points]]
+            base = r["fixed"][-1]["nats"] if many else 0
+            ax.errorbar(sx, [base + p["lost"]["nats"] for p in points], error, fmt="o-", color=colour, capsize=3,
+                        label=f"{r['run']}: exits" if many else f"exits by {r['criterion']}, keys of the full depth")
+            ax.plot([100 * v["saved"][way] for v in r["fixed"]], [v["nats"] - r["fixed"][-1]["nats"] + base
+                    for v in r["fixed"]], "s--", color=colour if many else "0.4", ms=4, lw=1,
+                    label=f"{r['run']}: fixed depth" if many else "fixed smaller depth")
+            if not many:
+                ax.plot(sx, [p["random"]["nats"] for p in points], "^:", color="C3", label="random exits")
+                ax.plot(100 * r["oracle"]["saved"][way], r["oracle"]["lost"]["nats"], "*", color="C4", ms=13,
+                        label="oracle")
+                if way == "charged":
+                    for (keys, found), style in zip(r["policies"].items(), ("v-", "D-")):
+                        ax.plot([100 * p["saved"][way] for p in found], [p["lost"]["nats"] for p in found], style,
+                                color={"copy": "C2", "reuse": "C5"}[keys], label=f"exits, {keys} (as generated)")
+    conv.set(xlabel="effective layer", ylabel="Jensen-Shannon divergence, 0 to 1", ylim=(0, 1),
+             title="predictions settle with depth")
+    conv.axhline(0.5, color="0.7", lw=1, ls=":")
+    for ax, title in zip(axes, ("layers only, as the paper counts", "every test and readout charged")):
+        top = max(p["lost"]["high"] for r in results for w in r["frontier"].values() for p in w[r["criterion"]]
+                  if p["tau"] is not None)
+        low = min(r["fixed"][-1]["nats"] for r in results) if many else 0
+        high = max(r["fixed"][-1]["nats"] for r in results) if many else 0
+        ax.set(xlabel="FLOPs saved, % of the full model", title=title, xlim=(-20, 80),
+               ylabel="nats per token" if many else "nats per token lost against full depth",
+               ylim=(low - 0.02 - 0.05 * top, high + 1.15 * top + 0.02))
+        ax.axvline(0, color="0.8", lw=1)
+    for ax in (conv, *axes):
+        ax.grid(alpha=0.25)
+        ax.legend(fontsize=8)
+    fig.suptitle(finding(results))
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def finding(results):
+    """The title: what 10% saved costs, by layers and with tests charged; of a single run beside its baselines."""
+    lines = []
+    for way, text in (("layers", "counting layers only"), ("charged", "with every test charged")):
+        costs_of = []
+        for r in results:
+            p = next(p for p in r["frontier"][way][r["criterion"]] if p["target"] == 0.1)
+            if p["tau"] is None:
+                costs_of.append(f"{r['run']} out of reach")
+            elif len(results) > 1:
+                costs_of.append(f"{r['run']} {p['lost']['nats']:+.3f}")
+            else:
+                costs_of.append(f"exits {p['lost']['nats']:+.3f}, random exits {p['random']['nats']:+.3f}, "
+                                f"fixed smaller depth {p['fixed']['nats']:+.3f}")
+        lines.append(textwrap.fill(f"{text}: " + ", ".join(costs_of), 170))
+    name = results[0]["run"] + ", " if len(results) == 1 else ""
+    return "\n".join([f"{name}nats lost by {results[0]['criterion']} exits at 10% saved", *lines])
+
+
+# --- time ---
+def decode(model, ids, rule, keys):
+    cache = RowCache(model, 1)
+    for t in range(len(ids)):
+        step(model, ids[t:t + 1], cache, rule, keys)
+
+
+def decode_plainly(model, ids):
+    """model.py's own loop, for comparison: exits must not win against a slow baseline."""
+    cache = KVCache(model.cfg, 1, model.cfg.n_loop)
+    for t in range(len(ids)):
+        model(ids[None, t:t + 1], cache=cache)
+
+
+@torch.inference_mode()
+def race(contenders, rounds):
+    """Seconds of each contender, a function, in turns: {name: [rounds]}. The first round only warms up."""
+    times = {name: [] for name in contenders}
+    for i in range(rounds + 1):
+        for name, run in contenders.items():
+            begun = time.perf_counter()
+            run()
+            if i:
+                times[name].append(time.perf_counter() - begun)
+        progress(f"timing, round {i}/{rounds}", False)
+    return times
+
+
+def quartiles(values):
+    return [float(q) for q in np.quantile(values, [0.25, 0.5, 0.75])]
+
+
+def compare(times, name, claim):
+    """Time saved by a contender against full depth in the same round, beside the claimed share of FLOPs."""
+    low, middle, high = quartiles([1 - mine / full for mine, full in zip(times[name], times["full depth"])])
+    return {"claimed": claim, "time_saved": middle, "low": low, "high": high, "speed_up": 1 / (1 - middle),
+            "ratio": middle / claim if claim > 0 else None}
+
+
+def schedule(c, n, target, tests, keys="reuse"):
+    """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
+    each = [saved(c, torch.tensor([d]), tests, keys)["charged"] for d in range(1, c["stages"] + 1)]
+    if not each[-1] <= target <= each[0]:
+        stop(f"--force_saved={100 * target:g}: this model can save from {each[-1]:.0%} to {each[0]:.0%} of its FLOPs")
+    d = next(i for i in range(len(each) - 1) if each[i + 1] <= target)
+    early = round(n * (target - each[d + 1]) / (each[d] - each[d + 1]))
+    steps = torch.arange(n + 1) * early // n
+    return torch.where(steps[1:] > steps[:-1], d + 1, d + 2)[None]
+
+
+def forced(model, a):
+    """Times of schedules of exits that save the asked shares, tests computed as if they decided."""
+    c, tests, device = costs(model.cfg), a.criterion != "change", model.table.device
+    T, keys = model.cfg.block_size, a.kv[0]
+    ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
+    plans = {f"{share:g}%": schedule(c, T, share / 100, tests, keys) for share in a.force_saved}
+    rules = {"full depth": None, **{name: exit_at(depth.to(device), tests) for name, depth in plans.items()}}
+    contenders = {name: lambda rule=rule: decode(model, ids, rule, keys) for name, rule in rules.items()}
+    times = race({"model.py": lambda: decode_plainly(model, ids), **contenders}, a.rounds)
+    ms = {name: 1e3 * quartiles(t)[1] / T for name, t in times.items()}
+    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, keys and values by {keys}; {a.rounds} rounds, "
+          f"quartiles in brackets\nms per token: " + ", ".join(f"{name} {t:.2f}" for name, t in ms.items()))
+    rows = {name: compare(times, name, saved(c, depth[0], tests, keys)["charged"]) for name, depth in plans.items()}
+    for r in rows.values():
+        print_time(r)
+    return {"ms_per_token": ms, "keys": keys, "rows": rows}
+
+
+def print_time(r):
+    print(f"claimed {r['claimed']:.1%} of FLOPs, saved {r['time_saved']:.1%} [{r['low']:.1%}, {r['high']:.1%}] of time"
+          + (f": {r['ratio']:.2f} of the claim" if r["ratio"] else "") + f"; {r['speed_up']:.2f} times as fast")
+
+
+def talk(model, folder, a):
+    """Generate from the prompts with exits, then time the same tokens with and without them."""
+    text, c, tests = load_tokenizer(folder), costs(model.cfg), a.criterion != "change"
+    prompts = [text.encode_ordinary(p) for p in a.prompt]
+    for shown, ids in zip(a.prompt, prompts):
+        if not ids:
+            stop("--prompt is empty: give at least one character")
+        if len(ids) > model.cfg.block_size:
+            stop(f"--prompt: {len(ids)} tokens, but block_size={model.cfg.block_size}; shorten it: {shown[:40]!r}")
+    room = model.cfg.block_size - max(map(len, prompts)) + 1
+    rule, keys, result = exit_below(a.criterion, a.exit_tau), a.kv[0], []
+    rows, depths = generate(model, prompts, min(a.max_new_tokens, room), rule, keys, a.temperature, a.top_k, a.seed)
+    for ids, depth in zip(rows, depths):
+        words = [text.decode([t]).replace("\n", "\\n") for t in ids[1:]]
+        print(f"\n{text.decode(ids)}\n\n{'passes' if c['looped'] else 'layers'} before each token: "
+              + " ".join(f"{w.strip()}/{d}" for w, d in zip(words, depth)))
+        share = saved(c, torch.tensor(depth), tests, keys)
+        print(f"mean {sum(depth) / len(depth):.2f} of {c['stages']}; FLOPs saved: layers {share['layers']:.1%}, "
+              f"with head {share['head']:.1%}, with tests {share['charged']:.1%}")
+        ids = torch.tensor(ids[:-1], device=model.table.device)
+        times = race({"full depth": lambda: decode(model, ids, None, keys),
+                      "exits": lambda: decode(model, ids, rule, keys)}, a.rounds)
+        timing = compare(times, "exits", share["charged"])
+        for name, how in (("full depth", "without"), ("exits", "with")):
+            print(f"{len(ids) / quartiles(times[name])[1]:7.1f} tokens/s {how} exits")
+        print_time(timing)
+        result.append({"text": text.decode(rows[len(result)]), "depths": depth, "saved": share, "timing": timing})
+    return result
+
+
+def parse(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = stop
+    add = parser.add_argument
+    add("--ckpt", nargs="+", required=True, help="run folders of train.py, or their ckpt.pt; several: one plot")
+    add("--criterion", choices=CRITERIA, default="entropy", help="what is compared with tau (default: entropy)")
+    add("--kv", nargs="+", choices=["full", "copy", "reuse"], default=None,
+        help="policies to score (default: all that the model allows); when generating, the one to use (default: reuse)")
+    add("--tokens", type=int, default=65536, help="test tokens, and as many validation tokens for tau (default: 65536)")
+    add("--quick", action="store_true", help="an eighth of the tokens, for a first look")
+    add("--batch_size", type=int, default=16, help="windows scored side by side (default: 16)")
+    add("--prompt", nargs="+", help="generate from these texts instead")
+    add("--exit_tau", type=float, default=1.0, help="tau of the generation (default: 1.0); 0 never exits")
+    add("--max_new_tokens", type=int, default=100, help="at most this many, and what block_size leaves (default: 100)")
+    add("--temperature", type=float, default=0.0, help="0: the likeliest token (default)")
+    add("--top_k", type=int, default=0, help="sample from the likeliest ones only; 0: all (default)")
+    add("--seed", type=int, default=0, help="of sampling; row i draws with seed + i (default: 0)")
+    add("--force_saved", nargs="+", type=float, metavar="PERCENT", help="time exits that save these FLOPs instead")
+    add("--rounds", type=int, default=7, help="timed rounds, in turns (default: 7)")
+    add("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
+    add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    add("--out_dir", default="", help="folder for early_exit.png and .json (default: that of the first run)")
+    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/early_exit.json")
+    a = parser.parse_args(argv)
+    for name in ("tokens", "batch_size", "max_new_tokens", "rounds"):
+        if getattr(a, name) < 1:
+            stop(f"--{name}={getattr(a, name)}: must be at least 1")
+    for name in ("exit_tau", "temperature", "top_k", "threads", "seed"):
+        if not getattr(a, name) >= 0:
+            stop(f"--{name}={getattr(a, name)}: must not be negative")
+    if a.quick:
+        a.tokens = max(1, a.tokens // 8)
+    single = "--prompt" if a.prompt else "--force_saved" if a.force_saved else ""
+    if single and len(a.ckpt) > 1:
+        stop(f"{single} takes one --ckpt, not {len(a.ckpt)}")
+    a.single = single
+    return a
+
+
+def open_run(path, a, device):
+    """(name, model, data folder, its meta), or a sentence on what cannot exit."""
+    model, state = load_model(path, device)
+    cfg = model.cfg
+    if n_stages(cfg) < 2:
+        stop(f"--ckpt={path}: one layer and no loop, so there is no place to exit; train with --n_loop=2 or more")
+    if cfg.inject == "hyper":
+        stop(f"--ckpt={path}: a loop with --inject=hyper carries lanes that the exits do not; take another injection")
+    if cfg.n_loop == 1 and a.kv and "reuse" in a.kv:
+        stop(f"--kv=reuse: {path} has no loop, so a skipped layer has no earlier pass to take from; use copy")
+    run = Path(path) if Path(path).is_dir() else Path(path).parent
+    return run, model, *open_data(argparse.Namespace(**state["args"]))
+
+
+def main(argv=None):
+    a = parse(argv)
+    device = pick_device(a.device)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    runs = [open_run(path, a, device) for path in a.ckpt]
+    looped = all(model.cfg.n_loop > 1 for _, model, _, _ in runs)
+    if a.single:
+        a.kv = a.kv or ["reuse" if looped else "copy"]
+        if a.kv[0] == "full":
+            stop("--kv=full needs every pass of every token, so it cannot generate: use copy or reuse")
+    a.kv = a.kv or ["full", "copy", "reuse"]
+    out = Path(a.out_dir) if a.out_dir else runs[0][0]
+    target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / "early_exit.json"
+    try:
+        for folder in (out, *([target.parent] if target else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f".{os.getpid()}.tmp").touch()
+            (folder / f".{os.getpid()}.tmp").unlink()
+    except OSError as e:
+        stop(f"cannot write to {folder} ({e.strerror}): give another --out_dir or --json")
+    if a.prompt:
+        result = talk(runs[0][1], runs[0][2], a)
+    elif a.force_saved:
+        result = forced(runs[0][1], a)
+    else:
+        result = []
+        for run, model, folder, meta in runs:
+            result.append(study(run.name, model, folder, meta, a))
+            report(result[-1])
+        plot(result, out / "early_exit.png")
+    if target:
+        write_atomic(target, json.dumps(result, indent=1).encode())
+        print(f"wrote {target}" + ("" if a.single else f" and {out / 'early_exit.png'}"))
+
+
+if __name__ == "__main__":
+    main()
