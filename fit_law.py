@@ -539,7 +539,7 @@ def cmd_table(args):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, 2, figsize=(11, 1.6 + 0.42 * len(rows)), sharey=True, layout="constrained")
+    fig, axes = plt.subplots(1, 2, figsize=(11, 1.9 + 0.42 * len(rows)), sharey=True, layout="constrained")
     files = list(dict.fromkeys(row["file"] for row in rows))
     for y, row in enumerate(rows):
         v, colour = {k: float(row[k]) for k in COLUMNS[1:8]}, f"C{files.index(row['file'])}"
@@ -557,6 +557,8 @@ def cmd_table(args):
     axes[1].set(xlabel="phi with it - phi without it (95% interval)", title="what the trick adds")
     for axis in axes:
         axis.grid(alpha=0.25, axis="x")
+    best = rows[-1]
+    fig.suptitle("{trick} adds most: {difference} [{difference_low}, {difference_high}] to phi".format(**best))
     fig.legend(loc="outside lower center", ncols=3, fontsize=8)
     save_figure(fig, args.plot)
 
@@ -602,7 +604,8 @@ def cmd_isoflop(args):
         c, (n, d, loss) = np.array(list(at)), (np.stack(star, axis=1) for star in zip(*at.values()))  # (1 + S, budgets)
         if len(c) > 1:
             slope = np.linalg.pinv(np.vander(np.log(c), 2))[0]
-            exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
+            with np.errstate(all="ignore"):      # N* of a nearly straight line may be 0 or infinite
+                exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
             exponents += [saturating_exponent(c, loss)] if len(c) > 3 else []
             print(f"{name:4s} " + "   ".join(map(span, exponents)))
 

@@ -392,9 +392,8 @@ def make_optimizers(model, args):
 
     def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
         return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
-    groups = [{"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr}]
-    if not model.cfg.tied:
-        groups.append({"params": [model.head.weight], **slower(w)})
+    groups = [] if model.cfg.tied else [{"params": [model.head.weight], **slower(w)}]
+    groups.append({"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr})
     if model.cfg.inject == "hyper":
         groups.append({"params": list(model.lanes.parameters()), "weight_decay": 0.0})
     optimizers = []

@@ -7,6 +7,7 @@ python -m pytest tests/test_fit_law.py -m slow -s
 import csv
 import io
 import json
+import os
 import sys
 import time
 from functools import lru_cache
@@ -598,6 +599,33 @@ def test_scoreboard_from_the_published_interventions(cli, tmp_path):
     shown = cli("table", table, f"--plot={picture}")
     assert shown.returncode == 0 and picture.stat().st_size > 10_000
     assert [line.split()[0] for line in shown.stdout.splitlines()[:2]] == ["hyperconnect", "truncbptt"]
+
+
+RESULTS = os.path.join(F.HERE, "results")
+
+
+def test_committed_sweep_gives_the_committed_numbers(cli, tmp_path):
+    done = cli("fit", f"{RESULTS}/pocket_runs.csv", f"--json={tmp_path / 'law.json'}")
+    assert done.returncode == 0, done.stderr
+    committed, again = (json.load(open(path)) for path in (f"{RESULTS}/pocket.json", tmp_path / "law.json"))
+    for key in ("phi", "alpha", "beta", "E", "rmse"):
+        assert again[key] == pytest.approx(committed[key], rel=1e-3)
+    assert again["phi_ci"] == pytest.approx(committed["phi_ci"], abs=2e-3) and again["n"] == committed["n"]
+
+
+def test_committed_scoreboard_comes_out_again(cli, tmp_path):
+    tricks = {"isodepth_casestudy_runs.csv": (F.PUBLISHED, CASES, "page")}
+    if os.path.exists(f"{RESULTS}/trick_runs.csv"):
+        tricks["trick_runs.csv"] = f"{RESULTS}/pocket_runs.csv", f"{RESULTS}/trick_runs.csv", "written"
+    for base, trick, convention in tricks.values():
+        done = cli("compare", base, trick, f"--convention={convention}", f"--table={tmp_path / 'table.csv'}")
+        assert done.returncode == 0, done.stderr
+    committed, again = ({(r["file"], r["trick"]): r for r in csv.DictReader(open(path, newline=""))}
+                        for path in (f"{RESULTS}/phi_table.csv", tmp_path / "table.csv"))
+    assert committed.keys() == again.keys()
+    for key, row in committed.items():
+        for column in F.COLUMNS[1:8]:
+            assert float(row[column]) == pytest.approx(float(again[key][column]), abs=2e-3)
 
 
 def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, tmp_path):
