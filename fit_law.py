@@ -557,8 +557,8 @@ def cmd_table(args):
     axes[1].set(xlabel="phi with it - phi without it (95% interval)", title="what the trick adds")
     for axis in axes:
         axis.grid(alpha=0.25, axis="x")
-    best = rows[-1]
-    fig.suptitle("{trick} adds most: {difference} [{difference_low}, {difference_high}] to phi".format(**best))
+    clear = sum(float(row["difference_low"]) > 0 for row in rows)
+    fig.suptitle(f"{clear} of {len(rows)} tricks raise{'s' * (clear == 1)} phi by more than chance (interval above 0)")
     fig.legend(loc="outside lower center", ncols=3, fontsize=8)
     save_figure(fig, args.plot)
 
