@@ -208,6 +208,8 @@ def diagnose(ckpt, n_tokens, device="cpu"):
     """Everything the study says of one run, as plain numbers."""
     model, state = load_model(ckpt, device)
     cfg = model.cfg
+    if cfg.inject == "hyper":
+        stop(f"--ckpt={ckpt}: a loop with --inject=hyper carries lanes that the clamp does not; take another injection")
     folder, meta = open_data(argparse.Namespace(**state["args"]))
     text, K, T = load_tokenizer(folder), cfg.n_loop, cfg.block_size
     n_tokens = max(n_tokens, T)
