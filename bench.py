@@ -27,9 +27,10 @@ import torch
 
 import moe
 from data.prepare import stop
-from model import Linear, LoopedLM, SwiGLU
-from train import (clip_and_measure, config_of, flops_of, keep_freed_memory, make_optimizers, parse, peak_flops,
-                   pick_device, pick_dtype)
+from flags import config_of, flops_of, parse
+from model import LoopedLM, SwiGLU
+from ops import Linear
+from train import clip_and_measure, keep_freed_memory, make_optimizers, peak_flops, pick_device, pick_dtype
 
 
 # --- contenders: each returns (measure, tokens per measurement, FLOPs per token or None) ---

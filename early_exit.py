@@ -7,284 +7,34 @@ Early exits: let a token leave the loop as soon as its prediction is certain, an
     python early_exit.py --ckpt out/x --prompt "The state" --exit_tau 2        # generate, with and without exits
     python early_exit.py --ckpt out/x --force_saved 30 50      # time of a schedule of exits that saves these FLOPs
 
-Exit points are the loop boundaries, of an unlooped model its layers. A test reads the state out through coda, norm and
-head and exits when the chosen doubt about the next token is below tau (arXiv 2605.09165: entropy). What later tokens
-find in the skipped slots of the KV cache is one of three policies:
+exits.py has the mechanism: criteria, cache policies (full, copy, reuse), cost, generation. Here tokens of known text
+are scored: with keys and values of the full depth, as the paper does, and as generation works, one position at a time;
+tau comes from validation text, everything else from test text. Every point of a frontier stands beside a fixed smaller
+depth and random exits at the same saving. Arithmetic is fp32.
 
-    full    keys and values of the full depth, as if the token had gone on: teacher forcing, what the paper reports.
-            A bound, since nothing is saved; a coda reads exit point k as if all tokens had left there
-    copy    the skipped layers project them from the exit state (CALM, arXiv 2207.07061)
-    reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
-
-copy and reuse are scored as generation works, one position at a time. The coda has one cache for all tokens, whatever
-their depth: a token's keys there come from the state it left with. A prompt goes through the same loop as what follows,
-token by token. Arithmetic is fp32.
-
-Shapes: B rows, T positions, D width, V vocabulary, S exit points, the last of which is the whole model, N tokens.
+Shapes: B rows, T positions, S exit points, the last of which is the whole model, N tokens.
 """
 import argparse
 import json
 import math
 import os
-import textwrap
 import time
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from data.load import even_starts, open_data, read_windows
 from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
-from model import KVCache, norm, rotate, sample
-from train import duration, load_model, open_data, pick_device, progress, read_windows
+from exits import (CRITERIA, RowCache, advance, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
+                   saved, score_at_once, score_by_step, step)
+from flags import duration
+from model import KVCache
+from plots import plot_frontier
+from train import load_model, pick_device, progress
 
-CRITERIA = ("entropy", "margin", "kl", "change")
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
-
-
-# --- distributions ---
-def expect(p, x):
-    """sum p x over the last axis, where p = 0 counts for nothing even if x is infinite."""
-    return torch.where(p > 0, p * x, 0).sum(-1)
-
-
-def entropy(logp):
-    """Entropy in nats of log-probabilities (..., V)."""
-    return -expect(logp.exp(), logp)
-
-
-def jsd(logp, logq):
-    """Jensen-Shannon divergence (...) of log-probabilities (..., V), base 2: 0 for equal, 1 for disjoint ones."""
-    mean = torch.logaddexp(logp, logq) - math.log(2)
-    total = expect(logp.exp(), logp - mean) + expect(logq.exp(), logq - mean)
-    return (total / (2 * math.log(2))).clamp(0, 1)
-
-
-def doubt(criterion, logits, last, state, before):
-    """How unsure the model still is at an exit point (...,), at least 0; below tau a token exits. entropy: of the
-    readout, in nats. margin: 1 - (p of the likeliest token - p of the second). kl: KL in nats from the readout of the
-    exit point before (last) to this one, infinite at the first. change: |state - before| / |state|, without readout."""
-    if criterion == "change":
-        return (state - before).norm(dim=-1) / state.norm(dim=-1)
-    logp = logits.float().log_softmax(-1)
-    if criterion == "entropy":
-        return entropy(logp).clamp(min=0)
-    if criterion == "margin":
-        top = logp.topk(2).values.exp()
-        return 1 - (top[..., 0] - top[..., 1])
-    if last is None:
-        return torch.full(logp.shape[:-1], torch.inf, device=logp.device)
-    return expect(logp.exp(), logp - last.float().log_softmax(-1)).clamp(min=0)
-
-
-# --- exit ---
-class Test(NamedTuple):
-    """What a rule may look at, for b rows still in the loop: the exit point s (0 .. S - 2), the rows and their position
-    (whole windows at once: (B, 1) and (T,)), readouts (b, V) here and at the exit point before (None: no such), states
-    (b, D) behind and before the stage."""
-    s: int
-    rows: torch.Tensor
-    position: int | torch.Tensor
-    logits: torch.Tensor | None
-    last: torch.Tensor | None
-    state: torch.Tensor
-    before: torch.Tensor
-
-
-class Rule(NamedTuple):
-    reads: bool                                  # does the test look at logits? If so each test pays a readout
-    leave: Callable                              # Test -> which rows exit (b,), bool
-
-
-def exit_below(criterion, tau):
-    return Rule(criterion != "change", lambda t: doubt(criterion, t.logits, t.last, t.state, t.before) < tau)
-
-
-def exit_at(depth, reads=False):
-    """Exits prescribed: depth (B, T), 1 .. S. reads: compute and discard the entropy, as a test would."""
-    def leave(t):
-        if reads:
-            entropy(t.logits.log_softmax(-1)).tolist()
-        return depth[t.rows, t.position] == t.s + 1
-    return Rule(reads, leave)
-
-
-class RowCache:
-    """model.KVCache for rows that leave the loop one by one: rows names those at work (None: all). Keys and values
-    (slot, B, H, T, head_dim), slots numbered as a token meets them; the coda's come after those of n_loop passes."""
-
-    def __init__(self, model, batch_size):
-        cfg, device = model.cfg, model.table.device
-        shape = (cfg.depth(), batch_size, cfg.n_head, cfg.block_size, cfg.n_embd // cfg.n_head)
-        self.k, self.v = (torch.zeros(shape, device=device) for _ in "kv")
-        self.slots = list(zip(self.k, self.v))   # views made once: an indexing call a layer is time, too
-        self.length, self.size, self.rows = 0, batch_size, None
-        inside = slice(cfg.n_prelude, cfg.n_prelude + cfg.n_loop * cfg.n_recur)
-        self.loop = [c[inside].view(cfg.n_loop, cfg.n_recur, *shape[1:]) for c in (self.k, self.v)]
-
-    def only(self, rows):
-        self.rows = None if len(rows) == self.size else rows
-
-    def update(self, slot, k, v):
-        """Store k, v (b, H, 1, head_dim) of the rows at work; returns theirs so far (b, H, length + 1, head_dim)."""
-        t, found = self.length, []
-        for cache, new in zip(self.slots[slot], (k, v)):
-            if self.rows is None:
-                cache[:, :, t:t + 1] = new
-                found.append(cache[:, :, :t + 1])
-            else:
-                cache[self.rows, :, t:t + 1] = new
-                found.append(cache[:, :, :t + 1].index_select(0, self.rows))
-        return found
-
-    def skip(self, s, pair, layer=slice(None)):
-        """Put pair, k and v (.., b, H, 1, head_dim), into the slots of a loop's layer(s) in all passes behind s."""
-        rows = slice(None) if self.rows is None else self.rows
-        for cache, new in zip(self.loop, pair):
-            cache[s + 1:, layer][..., rows, :, self.length:self.length + 1, :] = new
-
-
-def n_stages(cfg):
-    """S: a stage is what runs between two exit points, a pass of the loop or a layer of an unlooped model."""
-    return cfg.n_loop if cfg.n_loop > 1 else cfg.n_prelude + cfg.n_recur
-
-
-def stage(model, s):
-    """The blocks of stage s and the slot of the first."""
-    if model.cfg.n_loop > 1:
-        return model.recur, model.cfg.n_prelude + s * model.cfg.n_recur
-    return [[*model.prelude, *model.recur][s]], s
-
-
-def begin(model, idx, context, seen=None):
-    """The state (B, T, D) before the first stage: behind the prelude, which in an unlooped model is stages itself."""
-    h = model.embed(idx)
-    if model.cfg.n_loop > 1:
-        h = through(model, model.prelude, h, context, 0, seen)
-    return h
-
-
-def through(model, blocks, x, context, slot, seen=None):
-    """model.run; seen collects the state behind every layer as if the loop ended there, with its norm if it has one."""
-    for i, block in enumerate(blocks):
-        x = block(x, *context, slot + i)
-        if seen is not None:
-            seen.append(norm(x) if model.cfg.loop_norm else x)
-    return x
-
-
-def entering(model, s, e, h):
-    """Input of stage s from the state h and the first one, e."""
-    cfg = model.cfg
-    if cfg.n_loop > 1:
-        return model.combine(e, torch.zeros_like(h) if s == 0 and cfg.inject == "add" else h)
-    return model.combine(h, h) if s == cfg.n_prelude and cfg.inject == "linear" else h
-
-
-def advance(model, s, e, h, context, seen=None):
-    """One stage: (what goes on, what is read out), which differ where an unlooped model has a norm behind its loop."""
-    blocks, slot = stage(model, s)
-    h = through(model, blocks, entering(model, s, e, h), context, slot, seen)
-    state = norm(h) if model.cfg.loop_norm else h
-    return (state if model.cfg.n_loop > 1 else h), state
-
-
-def read(model, s, state, context):
-    """Readout of exit point s, (b, T, V). It always uses the coda's slots behind the full depth."""
-    return model.logits(state, context, model.cfg.n_loop, last_pass=s == n_stages(model.cfg) - 1)
-
-
-def keys_values(attn, x, table):
-    """The keys and values (B, H, T, head_dim) that an attention layer makes of x (B, T, D): Attention.forward without
-    the rest. Its queries are computed too, in the same product, and dropped."""
-    _, k, v = (y.view(*x.shape[:2], attn.n_head, -1) for y in attn.qkv(x).chunk(3, dim=-1))
-    return rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)
-
-
-def fill(model, s, e, h, context, keys):
-    """What later tokens find where rows that exit at s did not go: keys is copy or reuse."""
-    cfg, (table, _, cache, _) = model.cfg, context
-    now = slice(cache.length, cache.length + 1)
-    rows = slice(None) if cache.rows is None else cache.rows
-    if keys == "reuse":
-        cache.skip(s, [c[s][:, rows, :, now] for c in cache.loop])
-    elif cfg.n_loop > 1:                         # the state and the weights are the same in all skipped passes
-        x = norm(entering(model, s + 1, e, h))
-        for i, block in enumerate(model.recur):
-            cache.skip(s, keys_values(block.attn, x, table), i)
-    else:
-        for j in range(s + 1, n_stages(cfg)):
-            pair = keys_values(stage(model, j)[0][0].attn, norm(entering(model, j, e, h)), table)
-            for store, new in zip(cache.slots[j], pair):
-                store[rows, :, now] = new
-
-
-def step(model, tokens, cache, rule=None, keys="reuse"):
-    """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
-    row that exits is taken out of all that follows; without a rule none is tested."""
-    S, device = n_stages(model.cfg), tokens.device
-    context = (model.table[cache.length:cache.length + 1], None, cache, None)
-    rows, depth = torch.arange(len(tokens), device=device), torch.full((len(tokens),), S, device=device)
-    cache.only(rows)
-    e = h = state = begin(model, tokens[:, None], context)
-    result = last = None
-    for s in range(S):
-        before, (h, state) = state, advance(model, s, e, h, context)
-        if rule is None:
-            result = read(model, s, state, context)[:, 0] if s == S - 1 else None
-            continue
-        logits = read(model, s, state, context)[:, 0] if s == S - 1 or rule.reads else None
-        if s == S - 1:
-            leave = torch.ones_like(rows, dtype=torch.bool)
-        else:
-            leave = rule.leave(Test(s, rows, cache.length, logits, last, state[:, 0], before[:, 0]))
-        if leave.any():
-            gone = rows[leave]
-            cache.only(gone)
-            out = read(model, s, state[leave], context)[:, 0] if logits is None else logits[leave]
-            result = out.new_empty(len(tokens), out.size(-1)) if result is None else result
-            result[gone], depth[gone] = out, s + 1
-            if s < S - 1:
-                fill(model, s, e[leave], h[leave], context, keys)
-            rows = rows[~leave]
-            if not len(rows):
-                break
-            cache.only(rows)
-            e, h, state, logits = (None if x is None else x[~leave] for x in (e, h, state, logits))
-        last = logits
-    cache.length += 1
-    return result, depth
-# --- end exit ---
-
-
-# --- cost ---
-def costs(cfg):
-    """FLOPs per token at full context, as Config.flops_per_token counts them: base (prelude), each stage, each readout
-    (coda and head), copy (keys and values of what was skipped: once for a loop, else for each stage), full = all."""
-    def flops(n_loop, readouts=1):
-        return cfg.flops_per_token(n_loop, train=False, readouts=readouts)
-    n, D, looped = cfg.param_counts(active=True), cfg.n_embd, cfg.n_loop > 1
-    full, readout = flops(cfg.n_loop), flops(cfg.n_loop, 2) - flops(cfg.n_loop)
-    stage = flops(2) - flops(1) if looped else 2 * n["recurrent"] // cfg.n_recur + 4 * D * cfg.block_size
-    return {"base": full - n_stages(cfg) * stage - readout, "stage": stage, "readout": readout, "full": full,
-            "copy": 6 * D * D * (cfg.n_recur if looped else 1) + looped * 2 * n["injection"],
-            "stages": n_stages(cfg), "looped": looped}
-
-
-def saved(c, depth, tests, keys="reuse"):
-    """Share of the FLOPs of the full model that tokens exiting at depth (N,) save, three ways. layers: as the paper
-    counts, the blocks alone. head: with the one readout that every token needs. charged: also every test's readout
-    (tests: does a test need one?) and the projections of copy."""
-    depth = depth.double()
-    skipped = c["stages"] - depth
-    extra = (depth - 1) * c["readout"] if tests else torch.zeros_like(depth)
-    if keys == "copy":
-        extra = extra + c["copy"] * ((skipped > 0) if c["looped"] else skipped)
-    less = skipped * c["stage"]
-    head = c["full"] - c["base"] - c["stage"] * c["stages"]
-    return {"layers": (less.mean() / (c["full"] - head)).item(), "head": (less.mean() / c["full"]).item(),
-            "charged": ((less - extra).mean() / c["full"]).item()}
 
 
 # --- teacher forcing: every exit point of every token at once ---
@@ -347,85 +97,6 @@ def calibrate(score, target, saving):
     return high
 
 
-# --- as generation works ---
-@torch.inference_mode()
-def score_by_step(model, x, y, rule=None, keys="reuse"):
-    """Nats (B, T) and depths (B, T) of windows x with targets y (B, T), one position at a time."""
-    cache, nats, depths = RowCache(model, len(x)), [], []
-    for t in range(x.size(1)):
-        logits, depth = step(model, x[:, t], cache, rule, keys)
-        nats.append(F.cross_entropy(logits.float(), y[:, t], reduction="none"))
-        depths.append(depth)
-    return torch.stack(nats, 1), torch.stack(depths, 1)
-
-
-class Merged:
-    """A cache for whole windows at once: where a position is not active, it keeps the pair that was put there."""
-
-    def __init__(self):
-        self.pairs, self.active = {}, None       # slot: keys and values (B, H, T, head_dim); (B, 1, T, 1)
-
-    def update(self, slot, k, v):
-        old = self.pairs.get(slot, (k, v))
-        self.pairs[slot] = [torch.where(self.active, new, kept) for new, kept in zip((k, v), old)]
-        return self.pairs[slot]
-
-
-@torch.inference_mode()
-def score_at_once(model, x, y, rule, keys="reuse"):
-    """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
-    It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
-    would see the state each of them leaves with, later in this order."""
-    S, cfg, cache = n_stages(model.cfg), model.cfg, Merged()
-    table, mask, *_ = model.context(x, cfg.n_loop, None)
-    context = (table, mask, cache, None)
-    active, cache.active = torch.ones_like(x, dtype=torch.bool), torch.ones((), dtype=torch.bool, device=x.device)
-    nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
-    rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
-    e = h = state = begin(model, x, context)
-    last = None
-    for s in range(S):
-        cache.active = active[:, None, :, None]
-        if s and cfg.n_loop > 1 and keys == "reuse":
-            for slot in range(cfg.n_prelude + s * cfg.n_recur, cfg.n_prelude + (s + 1) * cfg.n_recur):
-                cache.pairs[slot] = cache.pairs[slot - cfg.n_recur]
-        elif s:
-            frozen = norm(entering(model, s, e, h))
-            for i, block in enumerate(stage(model, s)[0]):
-                cache.pairs[stage(model, s)[1] + i] = keys_values(block.attn, frozen, table)
-        before, (new, read_out) = state, advance(model, s, e, h, context)
-        h, state = (torch.where(active[..., None], a, b) for a, b in ((new, h), (read_out, state)))
-        logits, leave = read(model, s, state, context) if rule.reads and s < S - 1 else None, active
-        if s < S - 1:
-            leave = active & rule.leave(Test(s, rows, positions, logits, last, state, before))
-        if leave.any():
-            out = read(model, s, state[leave][None], context)[0] if logits is None else logits[leave]
-            nats[leave] = F.cross_entropy(out.float(), y[leave], reduction="none")
-            depth[leave] = s + 1
-        active, last = active & ~leave, logits
-    return nats, depth
-
-
-@torch.inference_mode()
-def generate(model, prompts, n_new, rule=None, keys="reuse", temperature=0.0, top_k=None, seed=0):
-    """Continue prompts, lists of ids of any length, by n_new tokens each: lists of all ids and of the depths of all but
-    the last. Row i draws from its own generator, seeded seed + i, so its answer does not depend on the others."""
-    device, lengths = model.table.device, [len(p) for p in prompts]
-    rows = [list(p) for p in prompts]
-    depths = [[] for _ in prompts]
-    generators = [torch.Generator(device).manual_seed(seed + i) for i in range(len(prompts))]
-    cache = RowCache(model, len(prompts))
-    for t in range(max(lengths) + n_new - 1):
-        column = torch.tensor([row[min(t, len(row) - 1)] for row in rows], device=device)
-        logits, depth = step(model, column, cache, rule, keys)
-        for i, row in enumerate(rows):
-            if t < lengths[i] + n_new - 1:       # a shorter row is done before the others
-                depths[i].append(int(depth[i]))
-                if t == len(row) - 1:
-                    row.append(int(sample(logits[i:i + 1].float(), temperature, top_k, generators[i])))
-    return rows, depths
-
-
 # --- the study ---
 def windows(folder, meta, split, n_tokens, T, lengths):
     """Inputs and targets (n, T), spread evenly over a split, bytes (n,) that the targets stand for, and the document
@@ -433,9 +104,7 @@ def windows(folder, meta, split, n_tokens, T, lengths):
     path, total = Path(folder) / f"{split}.bin", meta["splits"][split]["tokens"]
     if not path.is_file() or total <= T:
         stop(f"{path}: missing, or too few tokens for block_size={T}; run data/prepare.py again, with more text")
-    available = (total - 1) // T
-    n = max(1, min(available, n_tokens // T))
-    starts = [i * available // n * T for i in range(n)]
+    starts = even_starts(total, n_tokens, T)
     x, y = read_windows(path, meta["dtype"], starts, T)
     borders = (np.fromfile(path, dtype=meta["dtype"]) == meta["eot"]).cumsum()
     return x, y, torch.from_numpy(lengths[y.numpy()].sum(1)), torch.from_numpy(borders[starts])
@@ -629,79 +298,6 @@ def report(r):
             for p in r["frontier"][way][k] if p["target"] in (0.1, 0.2)) for way in ("layers", "charged")))
 
 
-def plot(results, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, (conv, *axes) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
-    many = len(results) > 1
-    for i, r in enumerate(results):
-        colour = f"C{i}" if many else "C0"
-        x, jsds = [v["layer"] for v in r["layers"]], [v["jsd"] for v in r["layers"]]
-        conv.plot(x, jsds, color=colour, label=f"{r['run']}: mean JSD" if many else "mean JSD to the final readout")
-        marks = [v for v in r["layers"] if v["boundary"]]
-        conv.plot([v["layer"] for v in marks], [v["jsd"] for v in marks], "o", color=colour,
-                  label=None if many else "exit point")
-        if not many:
-            conv.plot(x, [v["below_half"] for v in r["layers"]], color="C1", label="share of tokens below 0.5")
-        for ax, way in zip(axes, ("layers", "charged")):
-            points = [p for p in r["frontier"][way][r["criterion"]] if p["tau"] is not None]
-            sx = [100 * p["saved"][way] for p in points]
-            error = [[p["lost"]["nats"] - p["lost"]["low"] for p in points],
-                     [p["lost"]["high"] - p["lost"]["nats"] for p in points]]
-            base = r["fixed"][-1]["nats"] if many else 0
-            ax.errorbar(sx, [base + p["lost"]["nats"] for p in points], error, fmt="o-", color=colour, capsize=3,
-                        label=f"{r['run']}: exits" if many else f"exits by {r['criterion']}, keys of the full depth")
-            ax.plot([100 * v["saved"][way] for v in r["fixed"]], [v["nats"] - r["fixed"][-1]["nats"] + base
-                    for v in r["fixed"]], "s--", color=colour if many else "0.4", ms=4, lw=1,
-                    label=f"{r['run']}: fixed depth" if many else "fixed smaller depth")
-            if not many:
-                ax.plot(sx, [p["random"]["nats"] for p in points], "^:", color="C3", label="random exits")
-                ax.plot(100 * r["oracle"]["saved"][way], r["oracle"]["lost"]["nats"], "*", color="C4", ms=13,
-                        label="oracle")
-                if way == "charged":
-                    for (keys, found), style in zip(r["policies"].items(), ("v-", "D-")):
-                        ax.plot([100 * p["saved"][way] for p in found], [p["lost"]["nats"] for p in found], style,
-                                color={"copy": "C2", "reuse": "C5"}[keys], label=f"exits, {keys} (as generated)")
-    conv.set(xlabel="effective layer", ylabel="Jensen-Shannon divergence, 0 to 1", ylim=(0, 1),
-             title="predictions settle with depth")
-    conv.axhline(0.5, color="0.7", lw=1, ls=":")
-    for ax, title in zip(axes, ("layers only, as the paper counts", "every test and readout charged")):
-        top = max(p["lost"]["high"] for r in results for w in r["frontier"].values() for p in w[r["criterion"]]
-                  if p["tau"] is not None)
-        low = min(r["fixed"][-1]["nats"] for r in results) if many else 0
-        high = max(r["fixed"][-1]["nats"] for r in results) if many else 0
-        ax.set(xlabel="FLOPs saved, % of the full model", title=title, xlim=(-20, 80),
-               ylabel="nats per token" if many else "nats per token lost against full depth",
-               ylim=(low - 0.02 - 0.05 * top, high + 1.15 * top + 0.02))
-        ax.axvline(0, color="0.8", lw=1)
-    for ax in (conv, *axes):
-        ax.grid(alpha=0.25)
-        ax.legend(fontsize=8)
-    fig.suptitle(finding(results))
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
-
-
-def finding(results):
-    """The title: what 10% saved costs, by layers and with tests charged; of a single run beside its baselines."""
-    lines = []
-    for way, text in (("layers", "counting layers only"), ("charged", "with every test charged")):
-        costs_of = []
-        for r in results:
-            p = next(p for p in r["frontier"][way][r["criterion"]] if p["target"] == 0.1)
-            if p["tau"] is None:
-                costs_of.append(f"{r['run']} out of reach")
-            elif len(results) > 1:
-                costs_of.append(f"{r['run']} {p['lost']['nats']:+.3f}")
-            else:
-                costs_of.append(f"exits {p['lost']['nats']:+.3f}, random exits {p['random']['nats']:+.3f}, "
-                                f"fixed smaller depth {p['fixed']['nats']:+.3f}")
-        lines.append(textwrap.fill(f"{text}: " + ", ".join(costs_of), 170))
-    name = results[0]["run"] + ", " if len(results) == 1 else ""
-    return "\n".join([f"{name}nats lost by {results[0]['criterion']} exits at 10% saved", *lines])
-
-
 # --- time ---
 def decode(model, ids, rule, keys):
     cache = RowCache(model, 1)
@@ -889,7 +485,7 @@ def main(argv=None):
         for run, model, folder, meta in runs:
             result.append(study(run.name, model, folder, meta, a))
             report(result[-1])
-        plot(result, out / "early_exit.png")
+        plot_frontier(result, out / "early_exit.png")
     if target:
         write_atomic(target, json.dumps(result, indent=1).encode())
         print(f"wrote {target}" + ("" if a.single else f" and {out / 'early_exit.png'}"))

@@ -23,6 +23,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from moe import BALANCE, Mixture, Routing, Z
+from ops import Linear, attend, norm, rotary_table, rotate, sample
 
 
 def round_up(n, multiple):
@@ -34,6 +35,8 @@ def ff_width(n_embd):
 
 
 LANES = 2  # residual streams of hyperconnections (inject="hyper")
+CHOICES = {"inject": ("none", "add", "linear", "hyper"),
+           "readout": ("norm", "raw", "final"), "balance": ("loss", "bias")}
 
 
 @dataclass
@@ -65,12 +68,9 @@ class Config:
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd={self.n_embd} over n_head={self.n_head}: the width of a head must be a whole, "
                              f"even number, since rotary positions turn pairs of channels")
-        if self.inject not in ("none", "add", "linear", "hyper"):
-            raise ValueError(f"inject={self.inject}: choose none, add, linear or hyper")
-        if self.readout not in ("norm", "raw", "final"):
-            raise ValueError(f"readout={self.readout}: choose norm, raw or final")
-        if self.balance not in ("loss", "bias"):
-            raise ValueError(f"balance={self.balance}: choose loss or bias")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)}: choose one of {', '.join(choices)}")
         if self.mup_base < 0:
             raise ValueError(f"mup_base={self.mup_base}: must not be negative; 0 turns muP off")
         if self.mup_base and self.tied:
@@ -130,7 +130,8 @@ class Config:
         return {"embedding": self.padded_vocab * D,
                 "once": (self.n_prelude + self.n_coda) * block,                    # N_once
                 "recurrent": self.n_recur * block,                                 # N_rec, without the injection
-                "injection": {"linear": 2 * D * D, "hyper": self.n_loop * LANES * (LANES + 2)}.get(self.inject, 0),
+                "injection": {"linear": 2 * D * D,
+                              "hyper": self.n_loop * LANES * (LANES + 2)}.get(self.inject, 0),
                 "head": 0 if self.tied else self.padded_vocab * D}
 
     def flops_per_token(self, n_loop=None, train=True, bptt=0, readouts=1):
@@ -144,92 +145,6 @@ class Config:
         one_pass = self.n_recur * layer + 2 * inject
         once = self.n_prelude * layer + readouts * (self.n_coda * layer + 2 * self.padded_vocab * D)
         return once + r * one_pass + (2 * (once + min(bptt or r, r) * one_pass) if train else 0)
-
-
-def inverse_rms(x):
-    return torch.rsqrt((x * x).sum(-1, keepdim=True) * (1 / x.size(-1)) + 1e-6)
-
-
-class FastRMSNorm(torch.autograd.Function):
-    """RMSNorm whose backward makes three passes over memory instead of eight: 2.4x faster on CPU, where torch composes
-    rms_norm of single operations. On other devices torch has a fused kernel."""
-
-    @staticmethod
-    def forward(ctx, x):
-        scale = inverse_rms(x)
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):                     # remove the radial part, then rescale
-        y, scale = ctx.saved_tensors
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
-
-
-def norm(x):
-    """RMSNorm over the last axis, without gain, in the precision of x; eps 1e-6."""
-    if x.device.type != "cpu":
-        return F.rms_norm(x, (x.size(-1),), eps=1e-6)
-    return FastRMSNorm.apply(x) if x.requires_grad else x * inverse_rms(x)
-
-
-class Linear(nn.Linear):
-    """A matrix, without bias. Decoding multiplies it by one to four rows, which takes as long as reading the matrix; on
-    CPU the batched kernel reads it two to three times faster than the plain one, so the product is written as a batch
-    of eight horizontal slices (results/bench.md)."""
-
-    def __init__(self, n_in, n_out):
-        super().__init__(n_in, n_out, bias=False)
-
-    def forward(self, x):
-        rows = x.numel() // x.size(-1)
-        if (rows > 4 or torch.is_grad_enabled() or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
-                or self.out_features % 8):
-            return super().forward(x)
-        slices = self.weight.view(8, -1, self.in_features)                         # (8, out / 8, in)
-        y = torch.bmm(slices, x.reshape(rows, -1).t().expand(8, -1, -1))           # (8, out / 8, rows)
-        return y.view(-1, rows).t().contiguous().view(*x.shape[:-1], -1)
-
-
-def rotary_table(block_size, head_dim, base=10000.0):
-    """(T, head_dim/2, 2): cosine and sine of position times frequency, for consecutive pairs of channels."""
-    freq = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(block_size, dtype=torch.float64)[:, None] * freq
-    return torch.stack([angle.cos(), angle.sin()], -1).float()
-
-
-def rotate(x, table):
-    """Rotary positions: pairs of channels of x (B, T, H, head_dim) seen as complex numbers, times e^(i angle). Eager
-    CPU code multiplies them as such, 2.5 times faster; compilers and other devices want real arithmetic."""
-    pairs, table = x.view(*x.shape[:-1], -1, 2), table[:, None]                    # (B, T, H, hd/2, 2), (T, 1, hd/2, 2)
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(table)).flatten(-2)
-    (a, b), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-
-
-def attend(q, k, v, mask, scale=None):
-    """softmax(scale q k^T) v, scale 1 / sqrt(head_dim) if None: q (B, H, Tq, head_dim), k and v (B, H, Tk, head_dim),
-    mask additive (Tq, Tk) or None. Written out on CPU for short contexts, where it is faster than the fused kernel
-    (results/bench.md)."""
-    if q.device.type == "cpu" and k.size(-2) <= 1024:
-        scores = (q * (scale or q.size(-1) ** -0.5)) @ k.transpose(-2, -1)         # (B, H, Tq, Tk)
-        return (scores if mask is None else scores + mask).softmax(-1) @ v
-    if mask is not None and q.size(-2) == k.size(-2):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-
-
-def sample(logits, temperature=1.0, top_k=None, generator=None):
-    """Next tokens (B, 1) from logits (B, V): the likeliest ones at temperature 0, else drawn, from the top_k if set."""
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
 
 class KVCache:
@@ -322,6 +237,8 @@ class LoopedLM(nn.Module):
         for name, p in self.named_parameters():
             if name == "embed.weight":
                 p.normal_(0, 1)                  # unit scale, like every state behind a loop norm
+            elif p.ndim < 2:
+                pass                             # a vector stays as it was made
             elif name.startswith("lanes."):      # pass k reads lane k mod LANES, and writes its result to every lane
                 eye = torch.eye(LANES)
                 p.copy_({"read": eye[torch.arange(len(p)) % LANES], "mix": eye, "write": torch.ones(LANES)}[name[6:]])

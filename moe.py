@@ -281,45 +281,12 @@ def report(r):
         print(f"  {text:24s} {c['nats']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}]")
 
 
-def plot_routing(r, path, title):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, (bars, jaccard, heat) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    fig.suptitle(title)
-    names = [str(a["layer"]) if r["n_loop"] == 2 else f"{a['layer']}\n{a['passes'][0]}-{a['passes'][1]}"
-             for a in r["layers"]]
-    below = [0.0] * len(names)
-    for key, colour in (("disjoint", "C0"), ("partial", "0.8"), ("identical", "C3")):
-        share = [a[key] for a in r["layers"]]
-        bars.bar(names, share, bottom=below, color=colour, label=key, width=0.7)
-        below = [b + s for b, s in zip(below, share)]
-    bars.axhline(r["uniform"]["disjoint"], color="black", ls="--", lw=1, label="disjoint, uniform chance")
-    bars.set(xlabel="layer of the loop", ylabel="share of tokens", ylim=(0, 1.4),         # room for the legend
-             title="expert sets of consecutive passes")
-    jaccard.plot(names, [a["jaccard"] for a in r["layers"]], "o-", color="C3", label="trained")
-    jaccard.plot(names, [a["untrained"]["jaccard"] for a in r["layers"]], "s-", color="C0", label="untrained")
-    jaccard.plot(names, [a["shuffled"]["jaccard"] for a in r["layers"]], "^-", color="0.5",
-                 label="chance, measured loads")
-    jaccard.axhline(r["uniform"]["jaccard"], color="black", ls="--", lw=1, label="chance, uniform")
-    jaccard.set(xlabel="layer of the loop", ylabel="mean Jaccard index", ylim=(0, 1),
-                title="agreement of passes (1: the same experts)")
-    rows = [load for layer in r["load"] for load in layer]
-    image = heat.imshow([[x * r["n_expert"] for x in row] for row in rows], aspect="auto", cmap="viridis", vmin=0)
-    heat.set(xlabel="expert", title="load, in units of an even share")
-    heat.set_yticks(range(len(rows)), [f"layer {i + 1}, pass {p + 1}" for i in range(len(r["load"]))
-                                       for p in range(r["n_loop"])], fontsize=8)
-    fig.colorbar(image)
-    for axis in (bars, jaccard):
-        axis.legend(fontsize=8)
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
-
-
 def main():
+    from data.load import even_starts, open_data, read_windows
     from data.prepare import stop, write_atomic
     from model import LoopedLM
-    from train import load_model, open_data, pick_device, read_windows
+    from plots import plot_routing
+    from train import load_model, pick_device
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
@@ -340,11 +307,9 @@ def main():
         if getattr(a, name) < 1:
             stop(f"--{name}={getattr(a, name)}: must be at least 1")
     folder, meta = open_data(argparse.Namespace(**state["args"]))
-    available = (meta["splits"]["val"]["tokens"] - 1) // cfg.block_size
-    n = max(1, min(available, a.tokens // cfg.block_size))
-    starts = [i * available // n * cfg.block_size for i in range(n)]               # spread evenly, as in evaluate
+    starts = even_starts(meta["splits"]["val"]["tokens"], a.tokens, cfg.block_size)
     batches = [[t.to(device) for t in read_windows(folder / "val.bin", meta["dtype"], starts[i:i + a.batch_size],
-                                                   cfg.block_size)] for i in range(0, n, a.batch_size)]
+                                                   cfg.block_size)] for i in range(0, len(starts), a.batch_size)]
     torch.manual_seed(state["args"]["seed"])     # the model as it was before its first step
     untrained = LoopedLM(cfg).to(device).eval()
     result = {"ckpt": str(a.ckpt), "step": state["step"], **study(model, untrained, batches)}

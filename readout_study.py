@@ -16,7 +16,6 @@ are used again, so a study that was stopped goes on. Everything is measured in f
 Shapes: B windows, T positions, D width, K passes, N = B T tokens; s = |h| / sqrt(D) the rms of a state h, u = h / s.
 """
 import argparse
-import csv
 import json
 import math
 import os
@@ -30,9 +29,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from data.load import ROOT, even_starts, open_data, read_windows
 from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
-from model import Config, LoopedLM, norm
-from train import PRESETS, ROOT, duration, evaluate, load_model, open_data, parse, pick_device, progress, read_windows
+from flags import PRESETS, duration, parse
+from model import Config, LoopedLM
+from ops import norm
+from plots import plot_readout
+from train import evaluate, load_model, pick_device, progress
 
 CELLS = {
     "terminal-norm": "--loss=terminal --readout=norm",
@@ -45,10 +48,11 @@ CELLS = {
     "perloop-loopnorm": "--loss=per_loop --readout=norm --loop_norm=true",
 }
 FOUR = list(CELLS)[:4]
-SWEEPS = {  # name of a variant: (cells, more flags)
-    "lambda": {f"lambda{v:g}": (["perloop-penalty"], f"--norm_penalty={v:g}") for v in (1e-4, 1e-3, 1e-1)},
-    "schedule": {"cosine": (FOUR, "--schedule=cosine --warmup_steps=20 --final_lr=0")},
-    "init": {"tied": (FOUR, "--tied=true")},
+SWEEPS = {  # name of a variant: (cells, more flags); "" is the study's own, whose runs are used again
+    "lambda": {"": (["perloop-norm", "perloop-penalty"], ""),
+               **{f"lambda{v:g}": (["perloop-penalty"], f"--norm_penalty={v:g}") for v in (1e-4, 1e-3, 1e-1)}},
+    "schedule": {"": (FOUR, ""), "cosine": (FOUR, "--schedule=cosine --warmup_steps=20 --final_lr=0")},
+    "init": {"": (FOUR, ""), "tied": (FOUR, "--tied=true")},
 }
 # 4 passes of 4 layers, trained as the paper does (AdamW, constant rate, no warm-up) on the pocket corpus
 LAPTOP = ("--preset=pocket --vocab_size=1024 --n_embd=64 --head_dim=32 --n_prelude=0 --n_recur=4 --n_coda=0 --n_loop=4 "
@@ -120,9 +124,8 @@ def check_lemmas():
 # --- diagnostics of one model ---
 def windows(folder, meta, n_tokens, T, split="val"):
     """Inputs and targets (n, T) of windows spread evenly over a split, those that train.evaluate reads."""
-    available = (meta["splits"][split]["tokens"] - 1) // T
-    n = max(1, min(available, n_tokens // T))
-    return read_windows(folder / f"{split}.bin", meta["dtype"], [i * available // n * T for i in range(n)], T)
+    starts = even_starts(meta["splits"][split]["tokens"], n_tokens, T)
+    return read_windows(folder / f"{split}.bin", meta["dtype"], starts, T)
 
 
 def passes(model, idx, n_loop, clamp=False):
@@ -308,74 +311,63 @@ def label(cell, variant):
 
 def report(found):
     """found: {(cell, variant): [diagnosis of each seed]}."""
-    print("\nmean +- sd over seeds; norm: of the state after the last trained pass, over tokens; CE in nats at K passes "
-          "of the trained K;\nradial: |cos| of gradient and state at the last pass, over chance; clamp: norm ratio, nats")
-    row = "{:28s} {:16s} {:14s} {:14s} {:17s} {:17s} {:17s} {:9s} {}".format
-    print(row("cell", "norm, mean", "median", "p99", "CE at 1", "CE at K", "CE at 2K", "radial", "clamp"))
+    def table(title, columns):
+        """A row per cell; columns: (head, function of a diagnosis, how to show the values of all seeds)."""
+        print(f"\n{title}")
+        widths = [max(len(head), 13) + 2 for head, _, _ in columns]
+        print(f"{'':{name_width}s}" + "".join(f"{head:>{w}s}" for w, (head, _, _) in zip(widths, columns)))
+        for key, runs in found.items():
+            print(f"{label(*key):{name_width}s}" + "".join(
+                f"{show([get(r) for r in runs]):>{w}s}" for w, (_, get, show) in zip(widths, columns)))
+
+    def mean(digits):
+        return lambda values: f"{np.mean(values):.{digits}g}"
+
+    def last(r):
+        return r["n_loop"] - 1
+    name_width = max(len(label(*key)) for key in found) + 2
+    table("Length of the last state over tokens, mean +- sd over seeds. clamp: each token's length held at that of "
+          "pass 1, at inference", [
+              ("mean", lambda r: r["norm"][last(r)]["mean"], mean_sd),
+              ("after pass 1", lambda r: r["norm"][0]["mean"], mean_sd),
+              ("median", lambda r: r["norm"][last(r)]["median"], mean(3)),
+              ("p99", lambda r: r["norm"][last(r)]["p99"], mean(3)),
+              ("max", lambda r: r["norm"][last(r)]["max"], mean(3)),
+              ("tail index", lambda r: r["norm"][last(r)]["tail_index"], mean(2)),
+              ("clamp: nats", lambda r: r["clamp"]["delta_ce"], lambda v: f"{np.mean(v):+.4f}"),
+              ("clamp: ratio", lambda r: r["clamp"]["ratio"], mean(2))])
+    table("Cross-entropy in nats after K passes, trained with n_loop; gain: of pass n_loop over pass 1", [
+        ("1", lambda r: r["ce"][0], mean_sd), ("2", lambda r: r["ce"][1], mean_sd),
+        ("n_loop", lambda r: r["ce"][last(r)], mean_sd),
+        ("gain", lambda r: r["ce"][0] - r["ce"][last(r)], mean_sd),
+        ("2 n_loop", lambda r: r["ce"][2 * last(r) + 1], mean_sd)])
+    table("Share of the readout's gradient along the state at pass n_loop: |cos| per token, and of the flattened "
+          "batch; g: d loss / d log length.\nUpdate of the last pass: a the gain of the rms, b_perp the rest, turned the "
+          "move of the direction, beside b_perp / s", [
+              ("per token", lambda r: r["radial"][last(r)]["per_token"], mean(2)),
+              ("(chance)", lambda r: r["radial"][last(r)]["chance_per_token"], mean(2)),
+              ("flattened", lambda r: r["radial"][last(r)]["flattened"], mean(2)),
+              ("(chance)", lambda r: r["radial"][last(r)]["chance_flattened"], mean(2)),
+              ("g", lambda r: r["radial"][last(r)]["g"], mean(2)),
+              ("a", lambda r: r["update"][last(r) - 1]["a"], mean(3)),
+              ("b_perp", lambda r: r["update"][last(r) - 1]["b_perp"], mean(3)),
+              ("turned", lambda r: r["update"][last(r) - 1]["turned"], mean(3)),
+              ("b_perp / s", lambda r: r["update"][last(r) - 1]["first_order"], mean(3))])
+    print("\nWho is in the longest 1% of the states")
     for key, runs in found.items():
-        k = runs[0]["n_loop"] - 1
-
-        def over(get, show=mean_sd):
-            return show([get(r) for r in runs])
-        print(row(label(*key), over(lambda r: r["norm"][k]["mean"]), over(lambda r: r["norm"][k]["median"]),
-                  over(lambda r: r["norm"][k]["p99"]), over(lambda r: r["ce"][0]), over(lambda r: r["ce"][k]),
-                  over(lambda r: r["ce"][2 * k + 1]),
-                  over(lambda r: r["radial"][k]["per_token"] / r["radial"][k]["chance_per_token"],
-                       lambda v: f"{np.mean(v):.2g}"),
-                  f"{over(lambda r: r['clamp']['ratio'], np.mean):.2f}, "
-                  f"{over(lambda r: r['clamp']['delta_ce'], np.mean):+.4f}"))
+        tail = runs[0]["tail"]
+        common = ", ".join(f"{t['token']!r} {t['share_of_tail']:.0%}" for t in tail["tokens"])
+        print(f"{label(*key):{name_width}s}{np.mean([r['tail']['first'] for r in runs]):4.0%} at the first position, "
+              f"{np.mean([r['tail']['first8'] for r in runs]):4.0%} in the first 8 (even: {tail['even_first8']:.0%}); "
+              f"seed {runs[0]['seed']}: {common}")
     for (cell, variant), runs in found.items():
-        k, drift = runs[0]["n_loop"] - 1, found.get(("perloop-norm", variant))
-        if drift and cell in ("perloop-raw", "perloop-penalty", "perloop-final", "terminal-norm"):
-            longer = {r["seed"]: r["norm"][k]["mean"] for r in drift}
+        drift = found.get(("perloop-norm", variant)) or found.get(("perloop-norm", ""))
+        if drift and cell != "perloop-norm":
+            longer = {r["seed"]: r["norm"][last(r)]["mean"] for r in drift}
             shared = [r for r in runs if r["seed"] in longer]
-            pairs = [longer[r["seed"]] for r in shared], [r["norm"][k]["mean"] for r in shared]
-            print(f"final norm of {label('perloop-norm', variant)} over that of {label(cell, variant)}: "
+            pairs = [longer[r["seed"]] for r in shared], [r["norm"][last(r)]["mean"] for r in shared]
+            print(f"final norm of perloop-norm over that of {label(cell, variant)}: "
                   "{:.3g} [{:.3g}, {:.3g}], {} seeds".format(*ratio(*pairs), len(shared)))
-
-
-def trajectory(folder):
-    """(steps, mean norm of H_K) over training, from metrics.csv."""
-    with open(folder / "metrics.csv", newline="", encoding="utf-8") as f:
-        rows = [r for r in csv.DictReader(f) if r["val_loss"]]
-    last = max((k for k in rows[0] if k.startswith("val_norm_")), key=lambda k: int(k.rpartition("_")[2]))
-    return [int(r["step"]) for r in rows], [float(r[last]) for r in rows]
-
-
-def plot(found, folders, path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(2, 2, figsize=(13, 9.5), layout="constrained")
-    for i, ((cell, variant), runs) in enumerate(found.items()):
-        K = runs[0]["n_loop"]
-        style = dict(color=f"C{i}", ls="--" if cell.startswith("terminal") else "-", label=label(cell, variant))
-        ks = range(1, BEYOND * K + 1)
-        axes[0, 0].plot(ks, np.mean([[n["mean"] for n in r["norm"]] for r in runs], axis=0), "o", ms=3, **style)
-        curves = [trajectory(folder) for folder in folders[cell, variant]]
-        axes[0, 1].plot(curves[0][0], np.mean([c[1] for c in curves], axis=0), **style)
-        ppl = np.exp(np.mean([r["ce"] for r in runs], axis=0))
-        axes[1, 0].plot(ks, ppl, "o", ms=3, **style)
-        axes[1, 1].plot(np.mean([r["tok_per_s"] for r in runs], axis=0)[:K], ppl[:K], "o", ms=3, **style)
-    axes[0, 0].axvline(K, color="0.7", lw=1)
-    axes[1, 0].axvline(K, color="0.7", lw=1)
-    axes[0, 0].set(yscale="log", xlabel=f"pass (trained with {K})", ylabel="mean norm of the state",
-                   title="how the state grows over passes")
-    axes[0, 1].set(yscale="log", xlabel="training step", ylabel=f"mean norm of H_{K}", title="and over training")
-    low = min(np.exp(r["ce"][K - 1]) for runs in found.values() for r in runs)
-    axes[1, 0].set(xlabel="passes at inference", ylabel="validation perplexity", ylim=(0.95 * low, 3 * low),
-                   title="what a pass less or more is worth")
-    axes[1, 1].set(xlabel="tokens per second, K = 1 on the right", ylabel="validation perplexity",
-                   ylim=(0.95 * low, 3 * low), title="perplexity against speed")
-    for axis in axes.flat:
-        axis.grid(alpha=0.25)
-    axes[0, 0].legend(fontsize=8)
-    drift = found.get(("perloop-norm", ""))
-    fig.suptitle("norm of the last state, mean over seeds: " + ", ".join(
-        f"{cell} {np.mean([r['norm'][K - 1]['mean'] for r in runs]):.3g}" for (cell, v), runs in found.items()
-        if cell in FOUR and not v) if drift else "")
-    fig.savefig(path, dpi=110)
-    plt.close(fig)
 
 
 def main(argv=None):
@@ -396,7 +388,7 @@ def main(argv=None):
     add("--tokens", type=int, default=20480, help="validation tokens of the diagnostics (default: 20480)")
     add("--device", default="", help="of the diagnostics: cuda, mps or cpu (default: the first that is there)")
     add("--out_dir", default="", help="folder of the runs and results (default: out/readout, or out/readout-quick)")
-    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.json")
+    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.json, or OUT_DIR/SWEEP.json")
     a = parser.parse_args(argv)
     for name, low in (("tokens", 1), ("jobs", 0)):
         if getattr(a, name) < low:
@@ -407,10 +399,6 @@ def main(argv=None):
     if a.ckpt:
         found = diagnose(a.ckpt, a.tokens, pick_device(a.device))
         report({(found["run"], ""): [found]})
-        tail = found["tail"]
-        print(f"longest 1% of the states: {tail['first']:.0%} at the first position, {tail['first8']:.0%} in the first "
-              f"8 (even: {tail['even_first8']:.0%}); "
-              + ", ".join(f"{t['token']!r} {t['share_of_tail']:.0%}" for t in tail["tokens"]))
         if a.json:
             write_atomic(Path(a.json), json.dumps(found, indent=1).encode())
         return
@@ -427,11 +415,14 @@ def main(argv=None):
         found.setdefault((cell, variant), []).append(diagnose(folder, a.tokens, pick_device(a.device)))
         folders.setdefault((cell, variant), []).append(folder)
     report(found)
-    out = Path(a.out_dir)
-    plot(found, folders, out / "readout.png")
-    write_atomic(Path(a.json) if a.json else out / "readout.json",
-                 json.dumps([r for runs in found.values() for r in runs], indent=1).encode())
-    print(f"wrote {out / 'readout.png'} and {a.json or out / 'readout.json'}")
+    out = Path(a.out_dir, a.sweep or "readout")
+    title = "norm of the last state, mean over seeds: " + ", ".join(
+        f"{label(*key)} {np.mean([r['norm'][r['n_loop'] - 1]['mean'] for r in rows]):.3g}"
+        for key, rows in found.items() if key[0] in FOUR or a.sweep)
+    plot_readout(found, folders, title, out.with_suffix(".png"))
+    target = Path(a.json) if a.json else out.with_suffix(".json")
+    write_atomic(target, json.dumps([r for runs in found.values() for r in runs], indent=1).encode())
+    print(f"wrote {out.with_suffix('.png')} and {target}")
 
 
 if __name__ == "__main__":

@@ -11,20 +11,17 @@ A run is a folder (--out_dir): config.json, metrics.csv, ckpt.pt, loss.png, samp
 the same command again returns at once when the folder is complete and goes on from its checkpoint when it is not.
 Batch t depends on (seed, t) only and evaluation reads fixed windows: a resumed run equals an unbroken one bit for bit.
 """
-import os
-import sys
-
 import argparse
 import csv
 import ctypes
 import json
 import math
+import os
 import shlex
-import shutil
 import signal
+import sys
 import time
-from dataclasses import asdict, fields
-from functools import lru_cache
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -32,219 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data.prepare import load_tokenizer, prepare, read_json, stop, token_bytes, write_atomic
+from data.load import batch_starts, even_starts, open_data, read_windows
+from data.prepare import load_tokenizer, read_json, stop, token_bytes, write_atomic
+from flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, config_of, duration, flops_of, parse, steps_of
 from model import Config, LoopedLM
-
-ROOT = Path(__file__).resolve().parent
-
-# --- flags: (name, type, default, help); a preset sets some of them, the command line overrides both ---
-def boolean(text):
-    if text.lower() in ("true", "1", "yes"):
-        return True
-    if text.lower() in ("false", "0", "no"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-
-
-FLAGS = {
-    "run": [
-        ("preset", str, "pocket", "group of flags that later flags override; --list_presets shows them"),
-        ("out_dir", str, "", "run folder (default: out/PRESET); another run needs another folder"),
-        ("data", str, "sotu", "folder written by data/prepare.py, or its name under data/; sotu is prepared if absent"),
-        ("seed", int, 1337, "initial weights and order of the batches"),
-        ("resume", boolean, False, "go on from the checkpoint, also of a complete run: give it a longer horizon")],
-    "model (fields of model.Config)": [
-        ("n_embd", int, 192, "width D"),
-        ("n_head", int, 0, "attention heads; 0: n_embd / head_dim"),
-        ("head_dim", int, 64, "width of a head where n_head is 0"),
-        ("block_size", int, 256, "context length T in tokens"),
-        ("vocab_size", int, 0, "0: as the data has it; for --data=sotu the vocabulary to train (default 4096)"),
-        ("n_prelude", int, 1, "blocks before the loop"),
-        ("n_recur", int, 1, "blocks inside the loop, shared by all passes"),
-        ("n_coda", int, 1, "blocks after the loop"),
-        ("n_loop", int, 4, "passes r through the loop; 1 is a plain transformer"),
-        ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear | hyper"),
-        ("loop_norm", boolean, True, "RMSNorm at the end of every pass"),
-        ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)"),
-        ("n_expert", int, 0, "experts in every feed-forward layer; 0: dense layers"),
-        ("n_active", int, 2, "experts that a token takes, each 1/n_active as wide as the dense layer"),
-        ("balance", str, "loss", "keep the experts in use by a loss | a bias on the choice, without that loss"),
-        ("tied", boolean, False, "the head uses the embedding's matrix, drawn from N(0, 1)"),
-        ("mup_base", int, 0, "muP: the width for which learning_rate was found; 0: off")],
-    "loss": [
-        ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
-        ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states"),
-        ("bptt", int, 0, "gradients flow through the last bptt passes only; 0: through all"),
-        ("sample_loops", boolean, False, "train each step at a depth of 1 .. 2 n_loop - 1 passes, n_loop on average")],
-    "batch and horizon (give exactly one of the three)": [
-        ("batch_size", int, 8, "sequences per micro-batch, over all processes; lower it when memory runs out"),
-        ("grad_accum", int, 1, "micro-batches per step: the step sees batch_size * grad_accum sequences"),
-        ("max_steps", int, 0, "optimizer steps"),
-        ("max_tokens", float, 0.0, "training tokens, rounded to whole steps"),
-        ("max_flops", float, 0.0, "training FLOPs, rounded to whole steps; Config.flops_per_token counts them")],
-    "optimizer": [
-        ("optimizer", str, "muon", "muon (torch's, for the blocks' matrices; AdamW for embedding and head) | adamw"),
-        ("learning_rate", float, 1e-2, "peak; Muon's update is scaled to AdamW's size, so one rate serves both"),
-        ("embed_lr", float, 10.0, "rate of the embedding, in units of learning_rate: its entries start at unit scale"),
-        ("weight_decay", float, 0.1, "on matrices, not on the embedding"),
-        ("beta2", float, 0.95, "AdamW's second-moment decay; lower for few, large steps"),
-        ("grad_clip", float, 1.0, "longest gradient; 0: no clipping"),
-        ("schedule", str, "cosine", "after warm-up: cosine | linear | wsd (falls over the last 20%%) | constant"),
-        ("warmup_steps", int, 20, "steps of linear warm-up"),
-        ("final_lr", float, 0.1, "learning rate of the last step, as a fraction of the peak")],
-    "evaluation and logging": [
-        ("eval_interval", int, 100, "steps between evaluations and checkpoints; 0: only after the last step"),
-        ("eval_tokens", int, 65536, "validation tokens, in windows spread evenly over val.bin"),
-        ("log_interval", int, 10, "steps between rows of metrics.csv")],
-    "machine": [
-        ("device", str, "", "cuda, mps or cpu (default: the first of them that is there)"),
-        ("dtype", str, "", "bfloat16 | float32 (default: bfloat16 autocast where the hardware has it)"),
-        ("compile", boolean, None, "torch.compile the blocks (default: on CUDA only)"),
-        ("threads", int, 0, "CPU threads; 0: one per core; use 1 for runs side by side"),
-        ("peak_tflops", float, 0.0, "peak of the device for MFU; 0: known GPUs only")],
-}
-DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
-HORIZON = ("max_steps", "max_tokens", "max_flops")
-CHOICES = {"inject": ("none", "add", "linear", "hyper"), "readout": ("norm", "raw", "final"),
-           "loss": ("terminal", "per_loop"), "balance": ("loss", "bias"), "optimizer": ("muon", "adamw"),
-           "dtype": ("", "bfloat16", "float32"), "schedule": ("cosine", "linear", "wsd", "constant")}
-# what may change when a run goes on: not the model, nor its training up to rounding; the data is compared by its hash
-FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
-        "dtype", "compile", "threads", "peak_tflops", "head_dim"}
-# and with --resume also these
-EXTENDABLE = {*HORIZON, "learning_rate"}
-
-ISODEPTH = dict(n_embd=640, head_dim=128, block_size=2048, n_prelude=2, n_coda=2, batch_size=32, grad_accum=4,
-                data="fineweb-edu-32000", max_flops=1e18, weight_decay=0.0,
-                schedule="linear", warmup_steps=0, eval_interval=500, eval_tokens=2 ** 22)
-LOOPED_MOE = dict(n_embd=704, block_size=1024, n_prelude=0, n_coda=0, inject="none", loop_norm=False, batch_size=32,
-                  grad_accum=4, data="fineweb-edu-gpt2", max_flops=1e18, optimizer="adamw", learning_rate=2e-3,
-                  embed_lr=1, weight_decay=1e-4, schedule="wsd", warmup_steps=200, final_lr=0.05, eval_interval=500,
-                  eval_tokens=2 ** 20)
-READOUT = dict(block_size=256, n_prelude=0, n_coda=0, n_loop=4, inject="none", loop_norm=False, loss="per_loop",
-               data="wikitext103-20000", optimizer="adamw", learning_rate=3e-4, embed_lr=1, weight_decay=0.01,
-               beta2=0.999, schedule="constant", warmup_steps=0, eval_interval=2000, eval_tokens=2 ** 18)
-PRESETS = {
-    "pocket": dict(max_steps=600),
-    "isodepth-r1": dict(ISODEPTH, n_recur=16, n_loop=1, inject="none"),
-    "isodepth-r2": dict(ISODEPTH, n_recur=8, n_loop=2),
-    "isodepth-r4": dict(ISODEPTH, n_recur=4, n_loop=4),
-    "isodepth-r8": dict(ISODEPTH, n_recur=2, n_loop=8),
-    "looped-moe-base": dict(LOOPED_MOE, n_recur=16, n_loop=1),
-    "looped-moe-looped": dict(LOOPED_MOE, n_recur=8, n_loop=2),
-    "looped-moe-moe": dict(LOOPED_MOE, n_recur=16, n_loop=1, n_expert=8),
-    "looped-moe-both": dict(LOOPED_MOE, n_recur=8, n_loop=2, n_expert=8),
-    "readout-44m": dict(READOUT, n_embd=512, n_recur=8, batch_size=64, max_steps=105_000),
-    "readout-129m": dict(READOUT, n_embd=768, n_recur=12, batch_size=32, max_steps=210_000),
-}
-
-
-def parse(argv=None):
-    """Flags of one run: (args, given), args complete, given only those that the command line asks for, by name or with
-    a --preset."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
-    parser.add_argument("--list_presets", action="store_true", help="print the presets and exit")
-    for title, flags in FLAGS.items():
-        group = parser.add_argument_group(title)
-        for name, kind, default, text in flags:
-            shown = "" if default in ("", None) else f" (default: {default})"
-            bare = dict(nargs="?", const=True) if kind is boolean else {}
-            group.add_argument(f"--{name}", type=kind, choices=CHOICES.get(name), help=text + shown,
-                               metavar=None if name in CHOICES else name.upper(), **bare)
-    line = vars(parser.parse_args(argv))
-    if line.pop("list_presets", False):
-        list_presets()
-        raise SystemExit(0)
-    name = line.get("preset", DEFAULTS["preset"])
-    if name not in PRESETS:
-        stop(f"--preset={name}: choose one of {', '.join(PRESETS)}")
-    args = complete(line)
-    asked = {*line, *(PRESETS[name].keys() - EXTENDABLE if "preset" in line else ())}
-    if "head_dim" in asked:
-        asked.add("n_head")
-    return args, {name: getattr(args, name) for name in asked}
-
-
-def complete(line):
-    """Fill the flags of a command line up with its preset's and the defaults. A horizon on the line replaces the
-    preset's; every flag that cannot work is refused here, before any work is done."""
-    preset = dict(PRESETS[line.get("preset", DEFAULTS["preset"])])
-    if len([h for h in HORIZON if line.get(h)]) > 1:
-        stop("give exactly one of --max_steps, --max_tokens and --max_flops")
-    if any(line.get(h) for h in HORIZON):
-        preset = {k: v for k, v in preset.items() if k not in HORIZON}
-    a = {**DEFAULTS, **preset, **line}
-    if not any(a[h] for h in HORIZON):
-        stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
-    a["out_dir"] = a["out_dir"] or f"out/{a['preset']}"
-    a["n_head"] = a["n_head"] or max(1, a["n_embd"] // max(1, a["head_dim"]))
-    for name in ("batch_size", "grad_accum", "eval_tokens", "log_interval"):
-        if a[name] < 1:
-            stop(f"--{name}={a[name]}: must be at least 1")
-    for name in ("learning_rate", "embed_lr", "weight_decay", "grad_clip", "warmup_steps", "norm_penalty", "bptt",
-                 "eval_interval", "threads", "peak_tflops", *HORIZON):
-        if not 0 <= a[name] < math.inf:
-            stop(f"--{name}={a[name]}: must be a finite number and not negative")
-    for name, fits, limit in (("beta2", a["beta2"] < 1, "below 1"), ("final_lr", a["final_lr"] <= 1, "at most 1"),
-                              ("seed", a["seed"] < 2 ** 63, "below 2^63")):
-        if not (fits and a[name] >= 0):
-            stop(f"--{name}={a[name]}: must be at least 0 and {limit}")
-    if a["bptt"] and a["loss"] == "per_loop":
-        stop("--bptt with --loss=per_loop: the early readouts would train nothing but the head; drop one of them")
-    return argparse.Namespace(**a)
-
-
-def config_of(args, vocab_size):
-    try:
-        return Config(**{f.name: getattr(args, f.name) for f in fields(Config) if f.name != "vocab_size"},
-                      vocab_size=vocab_size)
-    except ValueError as e:
-        stop(f"--{e}")
-
-
-def steps_of(args, cfg):
-    """Optimizer steps of the horizon: the one place where tokens and FLOPs become steps."""
-    per_step = args.batch_size * args.grad_accum * cfg.block_size
-    steps = args.max_steps or (args.max_tokens or args.max_flops / flops_of(args, cfg)) / per_step
-    return max(1, round(steps))
-
-
-def flops_of(args, cfg):
-    """Training FLOPs per token, on average over the depths that --sample_loops visits."""
-    depths = range(1, 2 * cfg.n_loop) if args.sample_loops else [cfg.n_loop]
-    return sum(cfg.flops_per_token(r, bptt=args.bptt, readouts=r if args.loss == "per_loop" else 1)
-               for r in depths) / len(depths)
-
-
-def loops_at(seed, step, n_loop):
-    """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
-    order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
-    block, i = divmod(step, 2 * n_loop - 1)
-    return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
-
-
-def list_presets():
-    """Estimates: 2e11 FLOP/s for two CPU cores with bf16, 2e14 for one current GPU."""
-    print(f"{'preset':18s} {'parameters':>11s} {'unique N':>9s} {'depth':>5s} {'FLOPs/token':>11s} {'tokens':>8s} "
-          f"{'FLOPs':>8s} {'2 cores':>9s} {'1 GPU':>9s}")
-    for name in PRESETS:
-        args = complete({"preset": name})
-        size = str(args.data).rpartition("-")[2]
-        cfg = config_of(args, {"gpt2": 50257, "sotu": 4096}.get(size) or int(size))
-        n, F = cfg.param_counts(), flops_of(args, cfg)
-        tokens = steps_of(args, cfg) * args.batch_size * args.grad_accum * cfg.block_size
-        print(f"{name:18s} {sum(n.values()) / 1e6:10.1f}M {(n['once'] + n['recurrent'] + n['injection']) / 1e6:8.1f}M "
-              f"{cfg.depth():5d} {F:11.2e} {tokens:8.1e} {F * tokens:8.1e} {duration(F * tokens / 2e11):>9s} "
-              f"{duration(F * tokens / 2e14):>9s}")
-
-
-def duration(seconds):
-    s = int(seconds)
-    if s >= 360_000:
-        return f"{s / 86400:.0f} days"
-    return f"{s // 3600}:{s // 60 % 60:02d}:{s % 60:02d}" if s >= 3600 else f"{s // 60}:{s % 60:02d}"
+from plots import plot_loss
 
 
 # --- machine ---
@@ -301,69 +90,14 @@ def try_compile(model, idx, autocast):
     model.zero_grad(set_to_none=True)
 
 
-# --- data ---
-def open_data(args):
-    """(folder, meta) of the prepared corpus, checked against its meta.json; the default one is prepared if absent."""
-    name = f"sotu-{args.vocab_size or 4096}" if args.data == "sotu" else args.data
-    folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
-    if folder is None and args.data == "sotu":   # moved into place whole: another process may be doing the same
-        folder, temporary = ROOT / "data" / name, ROOT / "data" / f"{name}.{os.getpid()}.tmp"
-        prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
-        try:
-            os.rename(temporary, folder)
-        except OSError:                          # the other one was faster
-            shutil.rmtree(temporary)
-    if folder is None:
-        known = sorted(m.parent.name for m in ROOT.glob("data/*/meta.json"))
-        stop(f"--data={args.data}: no prepared corpus there; prepared are {', '.join(['sotu', *known])}; "
-             f"data/prepare.py makes others")
-    meta = read_json(folder / "meta.json")
-    if args.vocab_size not in (0, meta["vocab_size"]):
-        stop(f"--vocab_size={args.vocab_size}: the corpus {folder} has {meta['vocab_size']} tokens; drop the flag")
-    for split in ("train", "val"):
-        expected, path = meta["splits"][split]["tokens"], folder / f"{split}.bin"
-        found = path.stat().st_size // np.dtype(meta["dtype"]).itemsize if path.is_file() else 0
-        if found != expected:
-            stop(f"{path}: {found} tokens where meta.json says {expected}; run data/prepare.py again")
-        if found <= args.block_size:
-            stop(f"{path}: {found} tokens are too few for block_size={args.block_size}; lower it or give more text")
-    return folder, meta
-
-
-@lru_cache(maxsize=2)
-def shuffled(seed, epoch, n):
-    return np.random.default_rng((seed, epoch)).permutation(n)
-
-
-def batch_starts(seed, step, n_sequences, n_tokens, block_size):
-    """Where the windows of a step begin: each epoch visits all windows once, in an order drawn from (seed, epoch) and
-    shifted so that the borders between windows move. A function of its arguments only: nothing to save, to resume."""
-    windows = (n_tokens - 1) // block_size - 1 or 1
-    starts = []
-    for i in range(step * n_sequences, (step + 1) * n_sequences):
-        epoch, j = divmod(i, windows)
-        room = n_tokens - windows * block_size   # the shift leaves one token behind the last window, its target
-        shift = int(np.random.default_rng((seed, epoch, 1)).integers(room))
-        starts.append(int(shuffled(seed, epoch, windows)[j]) * block_size + shift)
-    return starts
-
-
-def read_windows(path, dtype, starts, block_size):
-    """Inputs and targets (B, T) int64. Plain reads: a memory map would grow with every page it has touched."""
-    size = np.dtype(dtype).itemsize
-    rows = [np.fromfile(path, dtype=dtype, count=block_size + 1, offset=start * size) for start in starts]
-    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
+# --- evaluation ---
 @torch.no_grad()
 def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False, n_loop=None, split="val"):
     """Loss on fixed windows spread evenly over a split: {"loss" nats/token of the last pass, "bpb" bits per byte of the
     text those targets stand for, "ce" nats after each supervised pass, "norm" mean length of each H_k}."""
-    T, total, device = model.cfg.block_size, meta["splits"][split]["tokens"], model.table.device
-    available = (total - 1) // T
-    n = max(1, min(available, n_tokens // T))
-    starts = [i * available // n * T for i in range(n)]
+    T, device = model.cfg.block_size, model.table.device
+    starts = even_starts(meta["splits"][split]["tokens"], n_tokens, T)
+    n = len(starts)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sums, n_bytes = 0, 0
     for i in range(rank * batch_size, n, world * batch_size):
@@ -385,17 +119,19 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False,
 
 # --- optimizer ---
 def make_optimizers(model, args):
-    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding and head. Muon's update has
-    AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
-    matrices = [p for name, p in model.named_parameters() if not name.startswith(("embed", "head", "lanes"))]
+    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding, head and what is no matrix.
+    Muon's update has AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
+    rest = [(name, p) for name, p in model.named_parameters() if not name.startswith(("embed", "head"))]
+    scalars = [p for name, p in rest if name.startswith("lanes") or p.ndim < 2]
+    matrices = [p for name, p in rest if not (name.startswith("lanes") or p.ndim < 2)]
     w = model.cfg.width_ratio                    # 1 without muP
 
     def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
         return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
     groups = [] if model.cfg.tied else [{"params": [model.head.weight], **slower(w)}]
     groups.append({"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr})
-    if model.cfg.inject == "hyper":
-        groups.append({"params": list(model.lanes.parameters()), "weight_decay": 0.0})
+    if scalars:
+        groups.append({"params": scalars, "weight_decay": 0.0})
     optimizers = []
     if args.optimizer == "muon":                 # all singular values equal: an update's norm grows as sqrt(w), not w
         optimizers.append(torch.optim.Muon([{"params": matrices, **slower(w ** 0.5)}], lr=args.learning_rate,
@@ -405,6 +141,13 @@ def make_optimizers(model, args):
     fused = model.table.device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
     return optimizers
+
+
+def loops_at(seed, step, n_loop):
+    """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
+    order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
+    block, i = divmod(step, 2 * n_loop - 1)
+    return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
 
 
 def lr_at(step, args, max_steps):
@@ -495,25 +238,6 @@ def progress(line, keep):
 
 
 progress.printed = time.time()
-
-
-def plot_loss(out, title):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    with open(out / "metrics.csv", newline="", encoding="utf-8") as f:
-        rows = list(csv.DictReader(f))
-    fig, ax = plt.subplots(figsize=(7, 4.2))
-    ax.plot([float(r["tokens"]) / 1e6 for r in rows], [float(r["train_loss"]) for r in rows], color="0.65", lw=1,
-            label="training batch")
-    val = [(float(r["tokens"]) / 1e6, float(r["val_loss"])) for r in rows if r["val_loss"]]
-    ax.plot(*zip(*val), "o-", color="C0", ms=4, label="validation")
-    ax.set(xlabel="tokens seen (millions)", ylabel="loss (nats per token)", title=title)
-    ax.grid(alpha=0.25)
-    ax.legend()
-    fig.tight_layout()
-    fig.savefig(out / "loss.png", dpi=120)
-    plt.close(fig)
 
 
 def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
@@ -755,7 +479,7 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="replace")     # a sample may hold characters that the terminal's encoding lacks
     status = 0
     try:
-        train(*parse())
+        train(*parse(description=__doc__))
     except SystemExit as e:
         status = e.code
     if dist.is_initialized():                    # gloo's destructor can wait for a thread that waits for the GIL: leave

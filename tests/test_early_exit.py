@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import early_exit as X
+import exits as E
 import train as T
-from model import Config, KVCache, LoopedLM, norm
+from model import Config, KVCache, LoopedLM
 
 SMALL = dict(vocab_size=100, block_size=12, n_embd=32, n_head=2, n_loop=3)
 PLAIN = dict(n_prelude=0, n_coda=0, n_recur=2, inject="none", loop_norm=False)         # the looped-MoE paper's shape
@@ -51,18 +52,18 @@ def middle_tau(model, criterion="entropy"):
 # --- distributions ---
 def test_divergence_and_entropy_at_their_landmarks():
     p = torch.randn(5, 7).log_softmax(-1)
-    assert X.jsd(p, p).abs().max() < 1e-6
+    assert E.jsd(p, p).abs().max() < 1e-6
     one, two = torch.full((2, 4), -torch.inf)
     one[:2], two[2:] = math.log(0.5), math.log(0.5)
-    assert X.jsd(one, two).item() == pytest.approx(1) and X.jsd(one, one).item() == 0
-    assert X.entropy(one).item() == pytest.approx(math.log(2)) and X.entropy(torch.zeros(1)).item() == 0
+    assert E.jsd(one, two).item() == pytest.approx(1) and E.jsd(one, one).item() == 0
+    assert E.entropy(one).item() == pytest.approx(math.log(2)) and E.entropy(torch.zeros(1)).item() == 0
     sharp, flat = torch.tensor([1e4, 0, -1e4]).log_softmax(-1), torch.zeros(3).log_softmax(-1)
-    assert X.entropy(sharp).item() == 0 and 0 < X.jsd(sharp, flat).item() < 1     # p underflows to 0: finite
+    assert E.entropy(sharp).item() == 0 and 0 < E.jsd(sharp, flat).item() < 1     # p underflows to 0: finite
     q = torch.randn(5, 7).log_softmax(-1)
     a, b = p.double().exp(), q.double().exp()
     m = (a + b) / 2
     plain = ((a * (a / m).log2()).sum(-1) + (b * (b / m).log2()).sum(-1)) / 2
-    torch.testing.assert_close(X.jsd(p, q).double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(E.jsd(p, q).double(), plain, rtol=1e-5, atol=1e-6)
 
 
 def test_doubts_against_their_definitions():
@@ -72,27 +73,27 @@ def test_doubts_against_their_definitions():
     expected = {"entropy": -(p * p.log()).sum(-1), "margin": 1 - top[:, -1] + top[:, -2],
                 "kl": (p * (p / q).log()).sum(-1),
                 "change": ((state - before) ** 2).sum(-1).sqrt() / (state ** 2).sum(-1).sqrt()}
-    for criterion in X.CRITERIA:
-        mine = X.doubt(criterion, logits, last, state, before)
+    for criterion in E.CRITERIA:
+        mine = E.doubt(criterion, logits, last, state, before)
         torch.testing.assert_close(mine.double(), expected[criterion].double(), rtol=1e-4, atol=1e-5)
-    assert X.doubt("kl", logits, None, state, before).isinf().all()
+    assert E.doubt("kl", logits, None, state, before).isinf().all()
     for criterion in ("entropy", "margin", "kl"):             # certain, and the same as before: no doubt, no NaN
         sharp = torch.tensor([[1e5, 0.0, -1e5]])
-        assert X.doubt(criterion, sharp, sharp, None, None).item() == 0
+        assert E.doubt(criterion, sharp, sharp, None, None).item() == 0
 
 
 # --- the ends of tau ---
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tau_zero_is_plain_generation(variant):
     model, x = small(**variant), tokens(2, 5)
-    rule = X.exit_below("entropy", 0.0)
-    cache, mine = KVCache(model.cfg, 2, model.cfg.n_loop), X.RowCache(model, 2)
+    rule = E.exit_below("entropy", 0.0)
+    cache, mine = KVCache(model.cfg, 2, model.cfg.n_loop), E.RowCache(model, 2)
     with torch.inference_mode():
         for t in range(5):
             expected, _ = model(x[:, t:t + 1], cache=cache)
-            logits, depth = X.step(model, x[:, t], mine, rule)
-            assert torch.equal(logits, expected[:, 0]) and (depth == X.n_stages(model.cfg)).all()
-    rows, _ = X.generate(model, x.tolist(), 8, rule)
+            logits, depth = E.step(model, x[:, t], mine, rule)
+            assert torch.equal(logits, expected[:, 0]) and (depth == E.n_stages(model.cfg)).all()
+    rows, _ = E.generate(model, x.tolist(), 8, rule)
     assert rows == model.generate(x, 8, temperature=0).tolist()
 
 
@@ -110,10 +111,10 @@ def test_tau_infinite_is_the_model_of_one_pass(variant):
     with torch.no_grad():
         expected = F.cross_entropy(one(x, y, n_loop=n_loop)[0].transpose(1, 2), y, reduction="none")
     for keys in policies(model):
-        nats, depth = X.score_by_step(model, x, y, X.exit_below("entropy", math.inf), keys)
+        nats, depth = E.score_by_step(model, x, y, E.exit_below("entropy", math.inf), keys)
         assert (depth == 1).all()
         torch.testing.assert_close(nats, expected, rtol=1e-4, atol=1e-4)
-        rows, depths = X.generate(model, x[:, :3].tolist(), 6, X.exit_below("entropy", math.inf), keys)
+        rows, depths = E.generate(model, x[:, :3].tolist(), 6, E.exit_below("entropy", math.inf), keys)
         assert rows == one.generate(x[:, :3], 6, temperature=0, n_loop=n_loop).tolist()
         assert depths == [[1] * 8] * 2
 
@@ -121,7 +122,7 @@ def test_tau_infinite_is_the_model_of_one_pass(variant):
 def test_readout_final_exits_as_it_was_trained():
     """Its earlier passes are read raw in training, so an exit reads raw, too."""
     model, x = small(**PLAIN, readout="final"), tokens(2)
-    nats, _ = X.score_by_step(model, x, x, X.exit_below("entropy", math.inf))
+    nats, _ = E.score_by_step(model, x, x, E.exit_below("entropy", math.inf))
     ce = X.observe(model, [(x, x)])["ce"]
     with torch.no_grad():
         trained = model(x, x, loss="per_loop")[1]["ce"]
@@ -133,7 +134,7 @@ def test_readout_final_exits_as_it_was_trained():
 def reference(model, ids, rule_tau, keys):
     """Logits and depth of every position of ids, each from a fresh run over its whole prefix, one vector at a time,
     keys in plain dictionaries; the depths of earlier positions are known when a later one is computed."""
-    cfg, S = model.cfg, X.n_stages(model.cfg)
+    cfg, S = model.cfg, E.n_stages(model.cfg)
     blocks = [*model.prelude, *model.recur]
     hd = cfg.n_embd // cfg.n_head
 
@@ -209,9 +210,9 @@ def test_policies_equal_a_reference_that_recomputes_the_prefix(variant):
     for keys in policies(model):
         with torch.inference_mode():
             expected, depths = reference(model, ids, tau, keys)
-            cache, mine = X.RowCache(model, 1), []
+            cache, mine = E.RowCache(model, 1), []
             for t in range(len(ids)):
-                logits, depth = X.step(model, ids[t:t + 1], cache, X.exit_below("entropy", tau), keys)
+                logits, depth = E.step(model, ids[t:t + 1], cache, E.exit_below("entropy", tau), keys)
                 mine.append(int(depth))
                 torch.testing.assert_close(logits[0], expected[t], rtol=1e-4, atol=1e-4)
         assert mine == depths and len(set(depths)) > 1, depths
@@ -222,24 +223,24 @@ def test_scorers_equal_teacher_forcing_when_no_token_exits(variant):
     model, x, y = small(**variant), tokens(), tokens(seed=2)
     with torch.no_grad():
         expected = F.cross_entropy(model(x, y)[0].transpose(1, 2), y, reduction="none")
-    scorers = [X.score_by_step] + ([] if model.cfg.n_coda else [X.score_at_once])
+    scorers = [E.score_by_step] + ([] if model.cfg.n_coda else [E.score_at_once])
     for scorer in scorers:
-        nats, depth = scorer(model, x, y, X.exit_below("entropy", 0.0))
+        nats, depth = scorer(model, x, y, E.exit_below("entropy", 0.0))
         torch.testing.assert_close(nats, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(X.observe(model, [(x, y)])["ce"][-1].view(x.shape), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.get("n_coda", 1)])
-@pytest.mark.parametrize("criterion", X.CRITERIA)
+@pytest.mark.parametrize("criterion", E.CRITERIA)
 def test_scoring_at_once_is_exact_without_a_coda(variant, criterion):
     model, x, y = small(**variant), tokens(), tokens(seed=2)
-    rule = X.exit_below(criterion, middle_tau(model, criterion))
+    rule = E.exit_below(criterion, middle_tau(model, criterion))
     for keys in policies(model):
-        nats, depth = X.score_by_step(model, x, y, rule, keys)
-        again, same = X.score_at_once(model, x, y, rule, keys)
-        assert torch.equal(depth, same) and 1 < depth.float().mean() < X.n_stages(model.cfg)
+        nats, depth = E.score_by_step(model, x, y, rule, keys)
+        again, same = E.score_at_once(model, x, y, rule, keys)
+        assert torch.equal(depth, same) and 1 < depth.float().mean() < E.n_stages(model.cfg)
         torch.testing.assert_close(nats, again, rtol=1e-4, atol=1e-4)
-        forced = X.score_at_once(model, x, y, X.exit_at(depth), keys)[0]
+        forced = E.score_at_once(model, x, y, E.exit_at(depth), keys)[0]
         torch.testing.assert_close(nats, forced, rtol=1e-4, atol=1e-4)
 
 
@@ -248,12 +249,12 @@ def test_scoring_at_once_is_exact_without_a_coda(variant, criterion):
 @pytest.mark.parametrize("criterion", ["entropy", "change"])
 def test_batched_rows_equal_batch_1(variant, criterion):
     model, x, y = small(**variant), tokens(), tokens(seed=2)
-    rule = X.exit_below(criterion, middle_tau(model, criterion))
+    rule = E.exit_below(criterion, middle_tau(model, criterion))
     for keys in policies(model):
-        nats, depth = X.score_by_step(model, x, y, rule, keys)
+        nats, depth = E.score_by_step(model, x, y, rule, keys)
         assert len(depth.unique()) > 1
         for i in range(len(x)):
-            alone, mine = X.score_by_step(model, x[i:i + 1], y[i:i + 1], rule, keys)
+            alone, mine = E.score_by_step(model, x[i:i + 1], y[i:i + 1], rule, keys)
             assert torch.equal(mine[0], depth[i])
             torch.testing.assert_close(alone[0], nats[i], rtol=1e-4, atol=1e-4)
 
@@ -261,19 +262,19 @@ def test_batched_rows_equal_batch_1(variant, criterion):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_prompts_of_any_length_generate_as_alone(temperature):
     model = small(**PLAIN)
-    prompts, rule = [[5], [7, 8, 9, 10], [1, 2]], X.exit_below("entropy", middle_tau(model))
-    rows, depths = X.generate(model, prompts, 5, rule, "copy", temperature, seed=3)
+    prompts, rule = [[5], [7, 8, 9, 10], [1, 2]], E.exit_below("entropy", middle_tau(model))
+    rows, depths = E.generate(model, prompts, 5, rule, "copy", temperature, seed=3)
     for i, prompt in enumerate(prompts):
-        alone, mine = X.generate(model, [prompt], 5, rule, "copy", temperature, seed=3 + i)
+        alone, mine = E.generate(model, [prompt], 5, rule, "copy", temperature, seed=3 + i)
         assert alone == [rows[i]] and mine == [depths[i]]
         assert len(rows[i]) == len(prompt) + 5 == len(depths[i]) + 1
 
 
 def test_rows_that_left_are_not_computed():
     model, x, seen = small(**PLAIN), tokens(), []
-    rule = X.exit_below("entropy", middle_tau(model))
+    rule = E.exit_below("entropy", middle_tau(model))
     model.recur[0].register_forward_hook(lambda module, given, out: seen.append(len(given[0])))
-    _, depth = X.score_by_step(model, x, x, rule)
+    _, depth = E.score_by_step(model, x, x, rule)
     assert sum(seen) == depth.sum() and max(seen) == 4 and min(seen) < 4
 
 
@@ -281,8 +282,8 @@ def test_a_decision_looks_at_no_later_token():
     model, x = small(**CODA), tokens()
     changed = x.clone()
     changed[:, 6:] = (x[:, 6:] + 1) % 100
-    rule = X.exit_below("entropy", middle_tau(model))
-    for scorer, m in ((X.score_by_step, model), (X.score_at_once, small(**PLAIN))):
+    rule = E.exit_below("entropy", middle_tau(model))
+    for scorer, m in ((E.score_by_step, model), (E.score_at_once, small(**PLAIN))):
         a, b = scorer(m, x, x, rule), scorer(m, changed, changed, rule)
         assert torch.equal(a[1][:, :6], b[1][:, :6]) and not torch.equal(a[1], b[1])
 
@@ -292,42 +293,42 @@ def test_a_decision_looks_at_no_later_token():
 def test_costs_agree_with_the_counter_of_torch(variant):
     """At the last position of the context, where attention reads all T keys, routers aside."""
     model = small(**dict(variant, n_expert=0))
-    cfg, c = model.cfg, X.costs(model.cfg)
+    cfg, c = model.cfg, E.costs(model.cfg)
     assert c["full"] == cfg.flops_per_token(train=False)
     for d in range(1, c["stages"] + 1):
         for reads in (False, True):
             for keys in policies(model):
-                cache = X.RowCache(model, 1)
+                cache = E.RowCache(model, 1)
                 cache.length = cfg.block_size - 1
                 with torch.no_grad(), FlopCounterMode(display=False) as counter:
-                    X.step(model, torch.tensor([3]), cache, X.exit_at(torch.full((1, cfg.block_size), d), reads), keys)
-                share = X.saved(c, torch.tensor([d]), reads, keys)["charged"]
+                    E.step(model, torch.tensor([3]), cache, E.exit_at(torch.full((1, cfg.block_size), d), reads), keys)
+                share = E.saved(c, torch.tensor([d]), reads, keys)["charged"]
                 assert counter.get_total_flops() == pytest.approx(c["full"] * (1 - share), rel=1e-9)
 
 
 def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
     model, x = small(**PLAIN), tokens(16)
-    seen, c = X.observe(model, [(x, x)]), X.costs(model.cfg)
+    seen, c = X.observe(model, [(x, x)]), E.costs(model.cfg)
     before = -math.inf
     for tau in (0.0, *seen["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
         depth = X.first_below(seen["entropy"], tau)
         assert depth.shape == (x.numel(),) and 1 <= depth.min() and depth.max() <= 3
-        share = X.saved(c, depth, True, "copy")
+        share = E.saved(c, depth, True, "copy")
         assert share["charged"] >= before and share["charged"] <= share["head"] <= share["layers"]
         before = share["charged"]
         plain = [next((s + 1 for s in range(2) if seen["entropy"][s, i] < tau), 3) for i in range(x.numel())]
         assert depth.tolist() == plain
-    assert before > 0 and X.saved(c, torch.full((5,), 3), False)["charged"] == 0
-    assert X.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
+    assert before > 0 and E.saved(c, torch.full((5,), 3), False)["charged"] == 0
+    assert E.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
 
 
 # --- frontier ---
 def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), X.costs(model.cfg)
+    seen, c = X.observe(model, [(x, x)]), E.costs(model.cfg)
     for way in ("layers", "charged"):
         def saving(depth):
-            return X.saved(c, depth, True)[way]
+            return E.saved(c, depth, True)[way]
         tau = X.calibrate(seen["entropy"], 0.2, saving)
         assert saving(X.first_below(seen["entropy"], tau)) == pytest.approx(0.2, abs=0.003)
         assert X.calibrate(seen["entropy"], 0.9, saving) is None
@@ -335,14 +336,14 @@ def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
 
 def test_baselines_cost_what_the_exits_cost():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), X.costs(model.cfg)
+    seen, c = X.observe(model, [(x, x)]), E.costs(model.cfg)
     depth = X.first_below(seen["entropy"], middle_tau(model))
     for way in ("layers", "charged"):
-        mine = X.saved(c, depth, True)[way]
+        mine = E.saved(c, depth, True)[way]
         q = X.dealt(c, depth, True, way, "reuse")
-        random = q * X.saved(c, depth, False)[way]
+        random = q * E.saved(c, depth, False)[way]
         assert random == pytest.approx(max(mine, 0), abs=1e-9) and 0 <= q <= 1 and (q == 1) == (way == "layers")
-        fixed = [X.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
+        fixed = [E.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
         ramp = torch.tensor(fixed)[:, None]                   # nats equal to the saving: the chord must return it
         for saving in (0.0, 0.1, 0.4, fixed[0]):
             assert X.fixed_at(fixed, ramp, saving).item() == pytest.approx(saving, abs=1e-6)
@@ -362,10 +363,10 @@ def test_intervals_resample_documents():
 
 
 def test_schedule_claims_what_was_asked():
-    c = X.costs(Config(**{**SMALL, **PLAIN}))
+    c = E.costs(Config(**{**SMALL, **PLAIN}))
     for target in (0.1, 0.3, 0.5):
         depth = X.schedule(c, 1000, target, True)
-        assert X.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
+        assert E.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
         each, count = depth.unique(return_counts=True)
         assert len(each) == 2 and each[1] == each[0] + 1
         assert (depth[0, :500] == each[0]).sum() == pytest.approx(count[0] / 2, abs=1)       # spread evenly

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as M
+import ops
 from model import Config, KVCache, LoopedLM
 
 SMALL = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2)
@@ -119,7 +120,7 @@ def test_block_equals_reference_in_value_and_gradient():
         reference.o.weight.copy_(block.attn.proj.weight)
         for name in ("gate", "value", "down"):
             getattr(reference, name).weight.copy_(getattr(block.ffn, name).weight)
-    table = M.rotary_table(32, D // cfg.n_head).double()
+    table = ops.rotary_table(32, D // cfg.n_head).double()
     x1 = torch.randn(2, 16, D, dtype=torch.float64, requires_grad=True)
     x2 = x1.detach().clone().requires_grad_()
     mask = torch.full((16, 16), -torch.inf, dtype=torch.float64).triu(1)
@@ -137,15 +138,15 @@ def test_block_equals_reference_in_value_and_gradient():
 
 def test_norm_equals_torchs_and_its_gradient():
     x = torch.randn(5, 7, 16, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(M.norm, x)
-    torch.testing.assert_close(M.norm(x), F.rms_norm(x, (16,), eps=1e-6))
+    assert torch.autograd.gradcheck(ops.norm, x)
+    torch.testing.assert_close(ops.norm(x), F.rms_norm(x, (16,), eps=1e-6))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5])
 def test_few_rows_multiply_as_a_batch_of_slices(rows):
     """Linear's decoding path equals the plain product, also where the output does not divide by eight."""
     for n_out in (48, 30):
-        matrix, x = M.Linear(20, n_out), torch.randn(rows, 1, 20)
+        matrix, x = ops.Linear(20, n_out), torch.randn(rows, 1, 20)
         plain = x @ matrix.weight.T
         with torch.no_grad():
             torch.testing.assert_close(matrix(x), plain, rtol=1e-5, atol=1e-5)
@@ -156,12 +157,12 @@ def test_few_rows_multiply_as_a_batch_of_slices(rows):
 def test_written_out_attention_equals_the_fused_kernel():
     q, k, v = torch.randn(3, 2, 2, 16, 8).unbind()
     mask = torch.full((16, 16), -torch.inf).triu(1)
-    torch.testing.assert_close(M.attend(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    torch.testing.assert_close(ops.attend(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, is_causal=True),
                                rtol=1e-5, atol=1e-5)
     long = torch.randn(1, 1, 1100, 8)                     # past 1024 keys the fused kernel is used
     mask = torch.full((1100, 1100), -torch.inf).triu(1)
     plain = (long @ long.transpose(-2, -1) / 8 ** 0.5 + mask).softmax(-1) @ long
-    torch.testing.assert_close(M.attend(long, long, long, mask), plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ops.attend(long, long, long, mask), plain, rtol=1e-5, atol=1e-5)
 
 
 # --- the loop ---
@@ -338,8 +339,8 @@ def test_what_cannot_be_run_is_refused_in_a_sentence():
 
 @pytest.mark.parametrize("bad, why", [
     (dict(n_head=3), "n_head=3"), (dict(n_embd=33, n_head=1), "even"), (dict(n_loop=0), "n_loop=0"),
-    (dict(n_recur=0), "n_recur=0"), (dict(n_prelude=-1), "n_prelude=-1"), (dict(inject="x"), "none, add, linear or hyper"),
-    (dict(readout="x"), "norm, raw or final")])
+    (dict(n_recur=0), "n_recur=0"), (dict(n_prelude=-1), "n_prelude=-1"), (dict(inject="x"), "none, add, linear, hyper"),
+    (dict(readout="x"), "norm, raw, final")])
 def test_config_refuses_bad_combinations(bad, why):
     with pytest.raises(ValueError, match=why):
         Config(**{**SMALL, **bad})
@@ -384,7 +385,7 @@ def test_a_tied_head_is_the_embedding():
     h = torch.randn(1, 3, 32)
     context = model.context(tokens(1, 3), 4, None)
     state = model.run(model.coda, h, context, 5)
-    torch.testing.assert_close(model.logits(h, context, 4), (M.norm(state) @ model.embed.weight.T)[..., :100])
+    torch.testing.assert_close(model.logits(h, context, 4), (ops.norm(state) @ model.embed.weight.T)[..., :100])
     with pytest.raises(ValueError, match="tied"):
         Config(**SMALL, tied=True, mup_base=16)
 
@@ -440,7 +441,7 @@ def test_truncated_gradient_is_that_of_a_loop_with_a_constant_start():
     idx, context = tokens(), model.context(tokens(), 3, None)
     before = model.loop_states(idx, context, 2)[-1].detach()
     e = model.run(model.prelude, model.embed(idx), context, 0)
-    h = M.norm(model.run(model.recur, model.combine(e, before), context, 3))
+    h = ops.norm(model.run(model.recur, model.combine(e, before), context, 3))
     F.cross_entropy(model.logits(h, context, 3).flatten(0, 1), tokens(seed=2).flatten()).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(truncated[name], p.grad, rtol=1e-5, atol=1e-7)
@@ -471,7 +472,7 @@ def test_hyperconnections_start_as_the_residual_loop(n_loop, loop_norm):
     h = model.run(model.prelude, model.embed(idx), context, 0)
     for k, state in enumerate(model.loop_states(idx, context, n_loop)):
         s = model.run(model.recur, h, context, 1 + k)
-        h = h + (M.norm(s) if loop_norm else s)
+        h = h + (ops.norm(s) if loop_norm else s)
         torch.testing.assert_close(state, 2 * h)
 
 
@@ -483,7 +484,7 @@ def test_hyperconnections_equal_a_loop_over_lanes():
     idx, context = tokens(), model.context(tokens(), 3, None)
     lanes = [model.run(model.prelude, model.embed(idx), context, 0)] * 2
     for k, state in enumerate(model.loop_states(idx, context, 3)):
-        s = M.norm(model.run(model.recur, read[k][0] * lanes[0] + read[k][1] * lanes[1], context, 1 + k))
+        s = ops.norm(model.run(model.recur, read[k][0] * lanes[0] + read[k][1] * lanes[1], context, 1 + k))
         lanes = [mix[k][i][0] * lanes[0] + mix[k][i][1] * lanes[1] + write[k][i] * s for i in range(2)]
         torch.testing.assert_close(state, lanes[0] + lanes[1], rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import readout_study as R
 import train as T
-from model import Config, LoopedLM, norm
+from model import Config, LoopedLM
 
 LOOP = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_prelude=0, n_coda=0, n_loop=3, inject="none",
             loop_norm=False)

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import train as T
+from conftest import ROOT
+from flags import PRESETS
 from model import Config, LoopedLM
 
 
@@ -101,7 +104,7 @@ def test_resume_between_evaluations(tiny, tmp_path, monkeypatch, optimizer):
 
 def test_ctrl_c_in_a_terminal(tiny, tmp_path):
     """The process itself: SIGINT saves, says so and exits with 130; the same command then completes the run."""
-    command = [sys.executable, str(T.ROOT / "train.py"), *tiny("--max_steps=4000", "--eval_interval=0")]
+    command = [sys.executable, str(ROOT / "train.py"), *tiny("--max_steps=4000", "--eval_interval=0")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "metrics.csv").exists() or len(rows(tmp_path / "run")) < 3:
         assert process.poll() is None, process.stderr.read()
@@ -301,7 +304,7 @@ def test_presets_are_what_the_papers_say(capsys):
         T.parse(["--list_presets"])
     assert e.value.code == 0
     table = capsys.readouterr().out
-    assert all(name in table for name in T.PRESETS)
+    assert all(name in table for name in PRESETS)
 
 
 # --- machine ---
@@ -404,7 +407,7 @@ def test_nan_gradient_keeps_the_last_good_checkpoint(tiny, tmp_path, monkeypatch
 @pytest.mark.parametrize("poison_at", [13, 20])
 def test_ruined_weights_are_not_saved(tiny, tmp_path, monkeypatch, capsys, poison_at):
     """An update that ruins the weights shows in the next loss, or, at the last step, in the evaluation."""
-    original, calls = T.lr_at, []
+    original = T.lr_at
 
     def rate(step, args, max_steps):
         return 1e38 if step == poison_at - 1 else original(step, args, max_steps)
@@ -598,3 +601,45 @@ def test_hyperconnection_scalars_move_and_do_not_decay(tiny):
     group = [g for o in T.make_optimizers(model, args) for g in o.param_groups
              if any(p is model.lanes["mix"] for p in g["params"])]
     assert len(group) == 1 and group[0]["weight_decay"] == 0
+
+
+# --- every flag does something ---
+EFFECT = {  # flag: a value that must change the weights, the losses or what is reported, and what else it needs
+    "seed": "7", "n_embd": "48", "n_head": "1", "head_dim": "32", "block_size": "16", "n_prelude": "2", "n_recur": "2",
+    "n_coda": "0", "n_loop": "2", "inject": "none", "loop_norm": "false", "readout": "raw", "n_expert": "4",
+    "n_active": "1 --n_expert=4", "balance": "bias --n_expert=4", "tied": "true", "mup_base": "16",
+    "loss": "per_loop", "norm_penalty": "1", "bptt": "1", "sample_loops": "true",
+    "batch_size": "2", "grad_accum": "2", "max_tokens": "512 --max_steps=0", "max_flops": "1e9 --max_steps=0",
+    "max_steps": "4", "optimizer": "adamw", "learning_rate": "0.1", "embed_lr": "1", "weight_decay": "5",
+    "beta2": "0.5", "grad_clip": "0.01", "schedule": "constant", "warmup_steps": "0", "final_lr": "0.5",
+    "eval_interval": "1", "eval_tokens": "64", "log_interval": "2", "dtype": "bfloat16", "threads": "2",
+    "peak_tflops": "1e-6"}
+ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile"}     # the tests above are of these
+
+
+def outcome(flags, folder, capsys):
+    """What a run leaves, but for its clock: weights, metrics, the machine's line and whether MFU is told."""
+    threads = torch.get_num_threads()
+    try:
+        train([f for f in flags if f])
+    finally:
+        torch.set_num_threads(threads)
+    told = capsys.readouterr().out
+    table = [{k: v for k, v in row.items() if k != "tok_per_s"} for row in rows(folder)]
+    return {k: v.double().sum().item() for k, v in weights(folder).items()}, table, \
+        next(line for line in told.splitlines() if line.startswith("cpu, ")), "MFU" in told
+
+
+def test_no_flag_is_dead(tiny, tmp_path, capsys):
+    """A run of 3 steps under each flag differs from the same run without it; every field of Config is a flag."""
+    assert EFFECT.keys() | ELSEWHERE == T.DEFAULTS.keys() and not EFFECT.keys() & ELSEWHERE
+    assert {f.name for f in fields(Config)} <= T.DEFAULTS.keys()
+    short, plain, dead = ("--max_steps=3", "--eval_interval=3", "--warmup_steps=1", "--eval_tokens=128"), {}, []
+    for flag, line in EFFECT.items():
+        value, *needs = line.split()
+        if (needs := tuple(needs)) not in plain:
+            base = [f for f in needs if not f.startswith("--max_steps")]
+            plain[needs] = outcome(tiny(*short, *base, out=f"plain{len(plain)}"), tmp_path / f"plain{len(plain)}", capsys)
+        if outcome(tiny(*short, *needs, f"--{flag}={value}", out=flag), tmp_path / flag, capsys) == plain[needs]:
+            dead.append(flag)
+    assert not dead

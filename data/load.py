@@ -1,0 +1,73 @@
+"""Read what prepare.py wrote: the folder of a corpus, the batches of training, the fixed windows of evaluation."""
+import os
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.prepare import prepare, read_json, stop
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def open_data(args):
+    """(folder, meta) of the prepared corpus, checked against its meta.json; the default one is prepared if absent."""
+    name = f"sotu-{args.vocab_size or 4096}" if args.data == "sotu" else args.data
+    folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
+    if folder is None and args.data == "sotu":   # moved into place whole: another process may be doing the same
+        folder, temporary = ROOT / "data" / name, ROOT / "data" / f"{name}.{os.getpid()}.tmp"
+        prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
+        try:
+            os.rename(temporary, folder)
+        except OSError:                          # the other one was faster
+            shutil.rmtree(temporary)
+    if folder is None:
+        known = sorted(m.parent.name for m in ROOT.glob("data/*/meta.json"))
+        stop(f"--data={args.data}: no prepared corpus there; prepared are {', '.join(['sotu', *known])}; "
+             f"data/prepare.py makes others")
+    meta = read_json(folder / "meta.json")
+    if args.vocab_size not in (0, meta["vocab_size"]):
+        stop(f"--vocab_size={args.vocab_size}: the corpus {folder} has {meta['vocab_size']} tokens; drop the flag")
+    for split in ("train", "val"):
+        expected, path = meta["splits"][split]["tokens"], folder / f"{split}.bin"
+        found = path.stat().st_size // np.dtype(meta["dtype"]).itemsize if path.is_file() else 0
+        if found != expected:
+            stop(f"{path}: {found} tokens where meta.json says {expected}; run data/prepare.py again")
+        if found <= args.block_size:
+            stop(f"{path}: {found} tokens are too few for block_size={args.block_size}; lower it or give more text")
+    return folder, meta
+
+
+@lru_cache(maxsize=2)
+def shuffled(seed, epoch, n):
+    return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+def batch_starts(seed, step, n_sequences, n_tokens, block_size):
+    """Where the windows of a step begin: each epoch visits all windows once, in an order drawn from (seed, epoch) and
+    shifted so that the borders between windows move. A function of its arguments only: nothing to save, to resume."""
+    windows = (n_tokens - 1) // block_size - 1 or 1
+    starts = []
+    for i in range(step * n_sequences, (step + 1) * n_sequences):
+        epoch, j = divmod(i, windows)
+        room = n_tokens - windows * block_size   # the shift leaves one token behind the last window, its target
+        shift = int(np.random.default_rng((seed, epoch, 1)).integers(room))
+        starts.append(int(shuffled(seed, epoch, windows)[j]) * block_size + shift)
+    return starts
+
+
+def read_windows(path, dtype, starts, block_size):
+    """Inputs and targets (B, T) int64. Plain reads: a memory map would grow with every page it has touched."""
+    size = np.dtype(dtype).itemsize
+    rows = [np.fromfile(path, dtype=dtype, count=block_size + 1, offset=start * size) for start in starts]
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def even_starts(n_total, n_tokens, block_size):
+    """Where windows of about n_tokens in all begin, spread evenly over n_total tokens: the same for all who ask."""
+    available = (n_total - 1) // block_size
+    n = max(1, min(available, n_tokens // block_size))
+    return [i * available // n * block_size for i in range(n)]

@@ -1,0 +1,170 @@
+"""
+Sweeps of train.py: print one as a list of commands, collect its finished runs into a table, read such a table. The
+commands are fit_law.py's `plan` and `collect`.
+"""
+import csv
+import json
+import os
+import shlex
+import sys
+from itertools import product
+
+import numpy as np
+
+from data.prepare import stop
+
+SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a budget: each rounds it to whole steps
+
+
+# --- plan ---
+
+# Sweeps: n_embd for each budget in FLOPs, n_loop and n_expert, the blocks of all passes together (`looped`), the flags
+# of a run, and the FLOP/s that the time is estimated for.
+POCKET = dict(  # the paper's proportions at half its depth, 1 + 8/r x r + 1; one head, and a core for each run
+    widths={6e11: [16, 24, 32, 48], 1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]},
+    loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=2, looped=8, vocab_size=1024, speed=3.5e10,
+    flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --n_head=1 --n_recur={n_recur} --n_loop={n_loop} "
+          "--inject={inject} --batch_size=4 --learning_rate=0.02 --eval_interval=0 --eval_tokens=131072 --threads=1")
+PRESETS = {
+    "paper": dict(  # the 116 runs of arXiv 2604.21106
+        widths={4.64e17: [384, 512, 640, 768], 1e18: [384, 512, 640, 768, 896], 2.15e18: [512, 640, 768, 896, 1024],
+                4.64e18: [640, 768, 896, 1024, 1152, 1280], 1e19: [768, 1024, 1152, 1280, 1536],
+                2.15e19: [1152, 1536, 1792, 2176]},
+        loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=128, looped=16, vocab_size=32064, speed=4e14,
+        flags="--preset=isodepth-r{n_loop} --n_embd={n_embd}"),
+    "pocket": POCKET,
+    "trick": dict(POCKET, loops=[2, 4], widths={6e11: [16, 24, 32], 1.5e12: [24, 32, 48], 3.8e12: [32, 48, 64]}),
+    "moe": dict(POCKET,  # base, looped, moe and looped-moe of arXiv 2605.09165: 8 layers, half of them passed twice
+        widths={1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64]}, loops=[1, 2], experts=[0, 8], inject="none",
+        speed=2e10, flags=POCKET["flags"] + " --n_prelude=0 --n_coda=0 --loop_norm=false --n_expert={n_expert}"),
+}
+
+
+def cmd_plan(args):
+    from flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
+    grid, lines, total = PRESETS[args.preset], [], 0
+    speed = args.speed or grid["speed"]
+    for budget in args.budgets or grid["widths"]:
+        if not args.widths and budget not in grid["widths"]:
+            stop(f"--budgets={budget:g}: the {args.preset} preset has no widths for it: give --widths")
+        for d, r, n_expert in product(args.widths or grid["widths"][budget], args.loops or grid["loops"],
+                                      grid["experts"]):
+            if d % grid["multiple"] or grid["looped"] % r:
+                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
+                     f"loop counts that divide {grid['looped']}")
+            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=grid["looped"] // r,
+                                         inject=grid["inject"] if r > 1 else "none", n_expert=n_expert)
+            for seed in args.seeds:
+                name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
+                flags_of_run = f"{flags} {args.flags} --max_flops={budget:g} --seed={seed} " \
+                               f"--out_dir=out/{args.name or args.preset}/{name}"
+                run, _ = parse(shlex.split(flags_of_run))  # refuses flags that train.py would refuse
+                F = flops_of(run, config_of(run, args.vocab_size or grid["vocab_size"]))
+                lines.append(f"python train.py {' '.join(flags_of_run.split())}  # F={F:.4g} tokens={budget / F:.4g} "
+                             f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
+                total += budget
+    print("\n".join(lines))
+    print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours", file=sys.stderr)
+
+
+SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "n_once",
+           "n_rec", "n_total", "tokens", "flops", "val_loss", "val_bpb", "wall_s", "tok_per_s"]
+
+
+def cmd_collect(args):
+    rows = []
+    for folder in args.folders:
+        path = os.path.join(folder, "summary.json")
+        try:
+            with open(path, encoding="utf-8") as f:
+                summary = json.load(f)
+            sweep = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # out/SWEEP/RUN
+            rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
+        except OSError:
+            print(f"skipped {folder}: no summary.json, so its run is not finished", file=sys.stderr)
+        except (ValueError, KeyError, TypeError) as error:
+            stop(f"{path} is not a summary of train.py ({type(error).__name__}: {error}): remove it and run again")
+    if not rows:
+        stop(f"none of the {len(args.folders)} folders holds a finished run: give the --out_dir folders of train.py")
+    csv.writer(sys.stdout, lineterminator="\n").writerows([SUMMARY, *rows])
+
+
+# --- reading runs ---
+
+ALIASES = {"C_flops": "flops", "r": "n_loop", "d_model": "n_embd", "N_once": "n_once", "N_rec": "n_rec",
+           "D_tokens": "tokens", "val_loss_nats": "val_loss"}  # names in the digitised tables
+REQUIRED = ["flops", "n_loop", "n_embd", "n_once", "n_rec", "tokens", "val_loss"]
+IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "n_embd", "seed"]  # two runs differ in one of these
+
+
+def number(text):
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return np.nan
+
+
+def load_runs(path, convention="written"):
+    """A table of runs as a dict of columns, checked, with N_once and N_rec counted by the convention.
+
+    Adds `budget`, the nominal FLOPs, and what the digitised tables leave out: seed, inject, n_expert.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as f:
+            rows = [{ALIASES.get(k, k): v for k, v in row.items()} for row in csv.DictReader(f, restkey="beyond")]
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"cannot read {path} ({error}): give a table made by `collect`, or one of data/isodepth*.csv")
+    missing = [k for k in REQUIRED if not rows or k not in rows[0]]
+    if missing:
+        stop(f"{path} has no runs or lacks the column {', '.join(missing)}: make it with `collect out/* > runs.csv`")
+    for line, row in enumerate(rows, 2):
+        for key in REQUIRED:
+            value = number(row[key])
+            if not (0 < value < np.inf or value == 0 and key == "n_once"):  # NaN fails both
+                stop(f"{path} line {line}: {key} is {row[key]!r}, not a positive number: repair or remove that run")
+    runs = dict(sweep=np.full(len(rows), ""), inject=np.full(len(rows), "linear"), n_expert=np.zeros(len(rows)),
+                seed=np.zeros(len(rows)))
+    for key in rows[0]:
+        values = np.array([number(row[key]) for row in rows])
+        runs[key] = np.array([str(row[key]) for row in rows]) if np.isnan(values).any() else values
+    runs["budget"] = nominal_budgets(runs["flops"])
+    first = {}
+    for line, key in enumerate(zip(*(runs[k] for k in IDENTITY)), 2):
+        if first.setdefault(key, line) != line:
+            stop(f"{path} lines {first[key]} and {line} are one run (same {', '.join(IDENTITY)}): keep one of them")
+    if convention == "page" and not ({"n_prelude", "n_recur", "n_coda"} <= runs.keys() and np.all(
+            runs["n_prelude"] + runs["n_loop"] * runs["n_recur"] + runs["n_coda"] == 20)):
+        stop(f"--convention=page holds for the paper's grid of 20 layers only and {path} is another: use written")
+    injected = (runs["n_loop"] > 1) & (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
+    runs["n_once"], runs["n_rec"] = count_parameters(runs["n_once"], runs["n_rec"], 2 * runs["n_embd"] ** 2 * injected,
+                                                     runs["n_embd"], runs["n_loop"], convention)
+    return runs
+
+
+# Where the injection matrix W (d x 2d) is counted: phi depends on it, N_eff/N(r=1) hardly does.
+CONVENTIONS = {"written": "injection matrix in N_rec, the formula the paper prints",
+               "inj_once": "injection matrix in N_once",
+               "page": "the counts behind the published 0.459",
+               "no_inj": "injection matrix not counted"}
+
+
+def count_parameters(once, rec, inj, d, r, convention):
+    """(N_once, N_rec) of the law, from matrix parameters of which rec includes the injection matrix inj."""
+    if convention == "page":  # a straight line through N = 240, 146, 98, 74 d^2 against 16/r
+        block = 1363 / 115 * d ** 2
+        return 139.5 * d ** 2 - 7.5 * block, 16 / r * block
+    return (once + inj if convention == "inj_once" else once), (rec if convention == "written" else rec - inj)
+
+
+def nominal_budgets(flops):
+    """Each run's budget: the median FLOPs, to three digits, of the runs within SAME_BUDGET of the cheapest of them."""
+    budget, rest = np.empty(len(flops)), np.ones(len(flops), bool)
+    while rest.any():
+        group = rest & (flops < SAME_BUDGET * flops[rest].min())
+        budget[group] = float(f"{np.median(flops[group]):.2e}")
+        rest &= ~group
+    return budget
+
+
+def select(runs, mask):
+    return {k: v[mask] for k, v in runs.items()}
