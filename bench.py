@@ -111,7 +111,7 @@ WIDTH, HIDDEN, EXPERTS, ACTIVE, TOKENS = 256, 1024, 8, 2, 4096
 
 
 def feed_forward(spec):
-    """spec["layer"]: dense | looped | grouped (moe.py with that dispatch and its router losses) | a name of
+    """spec["layer"]: dense | one_by_one | grouped (moe.py with that dispatch and its router losses) | a name of
     transformers' for the way in which its Mixtral block runs the experts."""
     args, _ = parse(spec["flags"])
     device, bf16, layer = pick_device(args.device), spec["bf16"], spec["layer"]
@@ -120,10 +120,10 @@ def feed_forward(spec):
     torch.manual_seed(0)
     if layer == "dense":
         module = SwiGLU(WIDTH, HIDDEN)
-    elif layer in ("looped", "grouped"):
+    elif layer in ("one_by_one", "grouped"):
         module = moe.Mixture(Linear(WIDTH, EXPERTS), [SwiGLU(WIDTH, HIDDEN // ACTIVE) for _ in range(EXPERTS)], ACTIVE,
                              "loss")
-        moe.looped = moe.grouped = getattr(moe, layer)
+        moe.one_by_one = moe.grouped = getattr(moe, layer)
     else:
         from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
         settings = MixtralConfig(hidden_size=WIDTH, intermediate_size=HIDDEN // ACTIVE, num_local_experts=EXPERTS,
@@ -139,7 +139,7 @@ def feed_forward(spec):
     def step():
         routing = moe.Routing()
         with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=bf16):
-            y = module(x, routing) if layer in ("looped", "grouped") else module(x)
+            y = module(x, routing) if layer in ("one_by_one", "grouped") else module(x)
         objective = [y] + [moe.BALANCE * b + moe.Z * z for b, z in zip(routing.balance, routing.z)]
         torch.autograd.backward(objective, [upstream.to(y.dtype), *[None] * len(routing.z)])
         module.zero_grad(set_to_none=True)
@@ -242,7 +242,7 @@ def main():
         stop(f"--json={a.json}: no such folder; make it first")
     rows = []
     for label, bf16 in (("fp32", False), ("bf16", True)) if a.what == "moe" else ():
-        layers = {"dense": "dense", "looped": "experts, one after the other",
+        layers = {"dense": "dense", "one_by_one": "experts, one after the other",
                   **({"grouped": "experts, grouped_mm"} if hasattr(torch.nn.functional, "grouped_mm") else {}),
                   **({"eager": "Mixtral, eager", "grouped_mm": "Mixtral, grouped_mm"} if a.hf_mixtral else {})}
         rows += compare([{"what": label, "flags": flags, "warmup": 3, "kind": "feed_forward", "layer": layer,

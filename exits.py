@@ -1,19 +1,22 @@
 """
 Early exits: a token leaves the loop as soon as its prediction is certain. This file is the mechanism: when to leave,
-what the others find in the cache, what it saves. early_exit.py is the study.
+what later tokens find in the cache, what it saves. early_exit.py is the study.
 
 Exit points are the loop boundaries, of an unlooped model its layers. A test reads the state out through coda, norm and
 head and exits when the chosen doubt about the next token is below tau (arXiv 2605.09165: entropy). What later tokens
-find in the skipped slots of the KV cache is one of three policies:
+find in the skipped slots of the KV cache is one of three policies (--kv, in the code `keys`):
 
     full    keys and values of the full depth, as if the token had gone on: teacher forcing, what the paper reports.
             A bound, since nothing is saved; a coda reads exit point k as if all tokens had left there
     copy    the skipped layers project them from the exit state (CALM, arXiv 2207.07061)
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
-copy and reuse work one position at a time, as generation does. The coda has one cache for all tokens, whatever their
+copy and reuse work one position at a time, as generation does; without a coda score_at_once gives the same for whole
+windows. The coda has one cache for all tokens, whatever their
 depth: a token's keys there come from the state it left with. A prompt goes through the same loop as what follows, token
 by token.
+
+A stage is what runs between two exit points: a pass of the loop, or a layer of an unlooped model.
 
 Shapes: B rows, T positions, D width, V vocabulary, S exit points, the last of which is the whole model, N tokens.
 """
@@ -163,7 +166,7 @@ def entering(model, s, e, h):
     """Input of stage s from the state h and the first one, e."""
     cfg = model.cfg
     if cfg.n_loop > 1:
-        return model.combine(e, torch.zeros_like(h) if s == 0 and cfg.inject == "add" else h)
+        return model.combine(e, model.start(e) if s == 0 else h)
     return model.combine(h, h) if s == cfg.n_prelude and cfg.inject == "linear" else h
 
 
@@ -267,8 +270,7 @@ def saved(c, depth, tests, keys="reuse"):
     if keys == "copy":
         extra = extra + c["copy"] * ((skipped > 0) if c["looped"] else skipped)
     less = skipped * c["stage"]
-    head = c["full"] - c["base"] - c["stage"] * c["stages"]
-    return {"layers": (less.mean() / (c["full"] - head)).item(), "head": (less.mean() / c["full"]).item(),
+    return {"layers": (less.mean() / (c["full"] - c["readout"])).item(), "head": (less.mean() / c["full"]).item(),
             "charged": ((less - extra).mean() / c["full"]).item()}
 
 

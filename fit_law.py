@@ -1,22 +1,17 @@
 """
-What one recurrence is worth: fit the joint scaling law of looped language models (arXiv 2604.21106, section 4)
-
-    L(N_once, N_rec, D, r) = E + A (N_once + r^phi N_rec)^-alpha + B D^-beta
-
-L validation loss in nats/token, D training tokens, r = n_loop, N_once the parameters that run once (prelude and coda
-matrices), N_rec those that run r times. phi = 1: a loop is worth a fresh block; phi = 0: it adds nothing.
+What one recurrence is worth: plan a sweep, collect its runs, fit the joint scaling law of law.py (arXiv 2604.21106).
 
     python fit_law.py                                   # the 116 published runs: phi 0.458 [0.416, 0.517], a plot; 3 s
     python fit_law.py plan --preset=pocket > sweep.sh   # a sweep, one train.py command a line; 'paper' is the 116 runs
-    python fit_law.py collect out/pocket/* > runs.csv   # its summary.json files as one table
+    python fit_law.py collect out/pocket-sweep/* > runs.csv  # its summary.json files as one table
     python fit_law.py fit runs.csv --compare            # the law with intervals; laws ranked by held-out error; 2 s
     python fit_law.py isoflop runs.csv                  # optimum N*, D*, L* of each budget, no law assumed; 1 s
     python fit_law.py allocate --flops=1e20 --n_loop=4  # best width under the law, what the same loss costs at r=1; 3 s
     python fit_law.py plan --preset=trick --name=mine --flags='--inject=hyper' > sweep.sh     # a looping trick of yours
-    python fit_law.py compare base.csv trick.csv        # phi with it minus phi without it; --table adds a line to the
-    python fit_law.py table                             # scoreboard, results/phi_table.csv, drawn by this one
+    python fit_law.py compare base.csv trick.csv        # phi with it minus phi without; --table=FILE adds a line
+    python fit_law.py table                             # the scoreboard, results/phi_table.csv, ranked and drawn
 
-The law and its fit are in law.py, the grids of `plan` and the tables of runs in sweep.py, the pictures in plots.py.
+The grids of `plan` and the tables of runs are in sweep.py, the pictures in plots.py.
 """
 import argparse
 import csv
@@ -31,7 +26,7 @@ from data.prepare import stop
 from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, form_parameters, grouped, interval,
                  natural_units, predict, predict_at, rms, span, why_unidentified, worth)
 from plots import plot_law, plot_scoreboard
-from sweep import (CONVENTIONS, PRESETS, SAME_BUDGET, cmd_collect, cmd_plan, count_parameters, load_runs,
+from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, cmd_collect, cmd_plan, count_parameters, load_runs,
                    nominal_budgets, number, select)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -380,13 +375,13 @@ def main():
     to_json = dict(metavar="FILE", help="also write the numbers to this file")
 
     add = command(cmd_plan, "print a sweep, one train.py command a line")
-    add("--preset", choices=PRESETS, default="pocket", help="which grid (default pocket)")
+    add("--preset", choices=GRIDS, default="pocket", help="which grid (default pocket)")
     add("--budgets", type=positive(float), nargs="+", help="training FLOPs of a run, instead of the preset's")
     add("--widths", type=positive(int), nargs="+", help="n_embd at every budget, instead of the preset's")
     add("--loops", type=positive(int), nargs="+", help="n_loop, instead of the preset's")
     add("--seeds", type=int, nargs="+", default=[42], help="a run for each (default 42)")
     add("--flags", default="", metavar="'--a=1 --b=2'", help="more flags of train.py for every run: the trick to test")
-    add("--name", help="folder under out/, the name of the sweep (default: the preset)")
+    add("--name", help="folder under out/, the name of the sweep (default: PRESET-sweep)")
     add("--vocab_size", type=positive(int), help="of the data, for the FLOPs (default: the preset's)")
     add("--speed", type=positive(float), help="FLOP/s that you reach, for the time (default: the preset's)")
 

@@ -6,8 +6,8 @@ import argparse
 import math
 from dataclasses import fields
 
-import model
 from data.prepare import stop
+from model import CHOICES as MODEL_CHOICES
 from model import Config
 
 
@@ -50,7 +50,7 @@ FLAGS = {
         ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states"),
         ("bptt", int, 0, "gradients flow through the last bptt passes only; 0: through all"),
         ("sample_loops", boolean, False, "train each step at a depth of 1 .. 2 n_loop - 1 passes, n_loop on average")],
-    "batch and horizon (give exactly one of the three)": [
+    "batch and horizon (one --max_*, or the preset's)": [
         ("batch_size", int, 8, "sequences per micro-batch, over all processes; lower it when memory runs out"),
         ("grad_accum", int, 1, "micro-batches per step: the step sees batch_size * grad_accum sequences"),
         ("max_steps", int, 0, "optimizer steps"),
@@ -79,7 +79,7 @@ FLAGS = {
 }
 DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
 HORIZON = ("max_steps", "max_tokens", "max_flops")
-CHOICES = {**model.CHOICES, "loss": ("terminal", "per_loop"), "optimizer": ("muon", "adamw"),
+CHOICES = {**MODEL_CHOICES, "loss": ("terminal", "per_loop"), "optimizer": ("muon", "adamw"),
            "dtype": ("", "bfloat16", "float32"), "schedule": ("cosine", "linear", "wsd", "constant")}
 # what may change when a run goes on: not the model, nor its training up to rounding; the data is compared by its hash
 FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",

@@ -254,6 +254,10 @@ class LoopedLM(nn.Module):
                 p.normal_(0, p.size(1) ** -0.5 * ((2 * self.cfg.depth()) ** -0.5 if branch else 1))
 
     # --- loop ---
+    def start(self, e):
+        """The state before the first pass, from the prelude's output e (B, T, D)."""
+        return torch.zeros_like(e) if self.cfg.inject == "add" else e
+
     def combine(self, e, h):
         """Input of a pass from the prelude's output e and the state h, each (B, T, D). The first pass gets e under
         every rule: h(0) is e, or 0 for add; the linear map starts as [I | 0] (arXiv 2604.21106, sec. 3)."""
@@ -264,6 +268,7 @@ class LoopedLM(nn.Module):
         return self.inject(torch.cat([e, h], dim=-1)).to(e.dtype)                  # the state stays fp32 under autocast
 
     def run(self, blocks, x, context, slot):
+        """x (B, T, D) through blocks, of which the first has this slot in the cache."""
         for i, block in enumerate(blocks):
             x = block(x, *context, slot + i)
         return x
@@ -273,7 +278,7 @@ class LoopedLM(nn.Module):
         through the last bptt passes; the state before them is a constant (arXiv 2604.21106, interventions)."""
         cfg = self.cfg
         e = self.run(self.prelude, self.embed(idx), context, 0)
-        h = torch.zeros_like(e) if cfg.inject == "add" else e
+        h = self.start(e)
         lanes = e.expand(LANES, *e.shape) if cfg.inject == "hyper" else None       # (LANES, B, T, D)
         states = []
         for k in range(n_loop):

@@ -11,7 +11,8 @@ out (uniform chance, chance at the measured loads, the untrained model), and the
 becomes when later passes must take the experts of pass 1, or those of another token. Prints a table and writes
 routing.png and routing.json into the run folder; about a minute on CPU for the default 65,536 tokens of a small model.
 
-Shapes: N = B T tokens, D width, H hidden width of one expert, E experts, k chosen per token, A = N k assignments.
+Shapes: N = B T tokens, D width, H hidden width of one expert, E experts, k chosen per token, A = N k assignments,
+R rows sorted by expert, r of them of one expert.
 """
 import argparse
 import json
@@ -82,7 +83,7 @@ class Mixture(nn.Module):
         weights = [w for e in self.experts for w in (e.gate.weight, e.value.weight, e.down.weight)]
         aligned = all(n * dtype.itemsize % 16 == 0 for n in weights[0].shape)      # what the grouped kernel asks for
         fused = device == "cuda" and dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
-        return (grouped if fused else looped)(flat.to(dtype), gates.to(dtype), chosen, weights).view(x.shape)
+        return (grouped if fused else one_by_one)(flat.to(dtype), gates.to(dtype), chosen, weights).view(x.shape)
 
     @torch.no_grad()
     def rebalance(self, load):
@@ -118,7 +119,7 @@ def grouped(x, gates, chosen, weights):
     return (gates[..., None] * y[place]).sum(1)
 
 
-def looped(x, gates, chosen, weights):
+def one_by_one(x, gates, chosen, weights):
     """One expert after the other, only those that were hit. Rows are padded to multiples of 8, because the CPU's matrix
     product rounds a row differently in a group of 1 to 3: with the padding, an edit of one token leaves all others
     that do not see it bit-equal."""
@@ -282,11 +283,11 @@ def report(r):
 
 
 def main():
-    from data.load import even_starts, open_data, read_windows
-    from data.prepare import stop, write_atomic
+    from data.load import even_windows           # here, not above, because model.py imports this file
+    from data.prepare import check_writable, stop, write_atomic
     from model import LoopedLM
     from plots import plot_routing
-    from train import load_model, pick_device
+    from train import data_of, load_model, pick_device, run_folder
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
@@ -306,23 +307,18 @@ def main():
     for name in ("tokens", "batch_size"):
         if getattr(a, name) < 1:
             stop(f"--{name}={getattr(a, name)}: must be at least 1")
-    folder, meta = open_data(argparse.Namespace(**state["args"]))
-    starts = even_starts(meta["splits"]["val"]["tokens"], a.tokens, cfg.block_size)
-    batches = [[t.to(device) for t in read_windows(folder / "val.bin", meta["dtype"], starts[i:i + a.batch_size],
-                                                   cfg.block_size)] for i in range(0, len(starts), a.batch_size)]
+    out = Path(a.out_dir) if a.out_dir else run_folder(a.ckpt)
+    target = Path(a.json) if a.json else out / "routing.json"
+    check_writable("--out_dir or --json", out, target.parent)
+    x, y = even_windows(*data_of(state), "val", a.tokens, cfg.block_size)
+    batches = list(zip(x.to(device).split(a.batch_size), y.to(device).split(a.batch_size)))
     torch.manual_seed(state["args"]["seed"])     # the model as it was before its first step
     untrained = LoopedLM(cfg).to(device).eval()
     result = {"ckpt": str(a.ckpt), "step": state["step"], **study(model, untrained, batches)}
     report(result)
-    run = Path(a.ckpt) if Path(a.ckpt).is_dir() else Path(a.ckpt).parent
-    out = Path(a.out_dir) if a.out_dir else run
-    target = Path(a.json) if a.json else out / "routing.json"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        plot_routing(result, out / "routing.png", f"{run.name}: which experts a token takes in consecutive passes")
-        write_atomic(target, json.dumps(result, indent=1).encode())
-    except OSError as e:
-        stop(f"cannot write {target} or {out / 'routing.png'} ({e.strerror}): give another --out_dir or --json")
+    name = run_folder(a.ckpt).name
+    plot_routing(result, out / "routing.png", f"{name}: which experts a token takes in consecutive passes")
+    write_atomic(target, json.dumps(result, indent=1).encode())
     print(f"wrote {target} and {out / 'routing.png'}")
 
 

@@ -1,6 +1,6 @@
 """
 Every picture of the project: functions from the numbers that a script has computed to a PNG. The scripts say in their
-docstrings what the numbers are; nothing is measured here.
+docstrings what the numbers are; nothing is measured here, except that plot_law also fits a free multiplier for each r.
 """
 import csv
 import math
@@ -44,6 +44,7 @@ def plot_loss(out, title):
 
 # --- fit_law.py ---
 def plot_law(runs, fit, draws, result, path):
+    """runs of sweep.load_runs, fit of law.fit_law, draws of law.bootstrap, result of fit_law.print_fit."""
     loops, budgets, (low, high) = fit["x"]["loops"], np.unique(runs["budget"]), result["phi_ci"]
     plt = pyplot()
     colours, shades = (plt.cm.viridis(np.linspace(0, 0.85, len(v))) for v in (loops, budgets))
@@ -103,6 +104,7 @@ def plot_law(runs, fit, draws, result, path):
 
 
 def plot_scoreboard(rows, path):
+    """rows of fit_law.read_table."""
     fig, axes = pyplot().subplots(1, 2, figsize=(11, 1.9 + 0.42 * len(rows)), sharey=True, layout="constrained")
     files = list(dict.fromkeys(row["file"] for row in rows))
     for y, row in enumerate(rows):
@@ -129,6 +131,7 @@ def plot_scoreboard(rows, path):
 
 # --- moe.py ---
 def plot_routing(r, path, title):
+    """r of moe.study."""
     fig, (bars, jaccard, heat) = pyplot().subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     fig.suptitle(title)
     names = [str(a["layer"]) if r["n_loop"] == 2 else f"{a['layer']}\n{a['passes'][0]}-{a['passes'][1]}"
@@ -161,6 +164,7 @@ def plot_routing(r, path, title):
 
 # --- early_exit.py ---
 def plot_frontier(results, path):
+    """results of early_exit.study, one for each run."""
     fig, (conv, *axes) = pyplot().subplots(1, 3, figsize=(16, 5), layout="constrained")
     many = len(results) > 1
     for i, r in enumerate(results):
@@ -239,6 +243,7 @@ def trajectory(folder):
 
 
 def plot_readout(found, folders, title, path):
+    """found {(cell, variant): [readout_study.diagnose of each seed]}, folders likewise."""
     fig, axes = pyplot().subplots(2, 2, figsize=(13, 9.5), layout="constrained")
     for i, ((cell, variant), runs) in enumerate(found.items()):
         K = runs[0]["n_loop"]
@@ -263,7 +268,10 @@ def plot_readout(found, folders, title, path):
                    ylim=(0.95 * low, 3 * low), title="perplexity against speed")
     for axis in axes.flat:
         axis.grid(alpha=0.25)
-    axes[0, 0].legend(fontsize=8)
+    for axis in axes[0]:                         # 20, 30, .. rather than powers of ten
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(lambda y, _: f"{y:g}" if f"{y:.0e}"[0] in "1235" else "")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     fig.suptitle(title)
     save(fig, path)
 

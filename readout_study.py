@@ -4,7 +4,7 @@ a pre-norm loop goes on changing its length. Does the length drift, and does den
 
     python readout_study.py                      # 8 cells x 3 seeds, then tables, plots and JSON in out/readout
     python readout_study.py --quick              # a few steps of the same, 2 seeds: 5 min
-    python readout_study.py --sweep=lambda       # what the paper leaves open: lambda | schedule | init
+    python readout_study.py --sweep=lambda       # what the paper leaves open: lambda | schedule | init | long
     python readout_study.py --plan               # the train.py commands instead, a line each
     python readout_study.py --plan --preset=readout-44m      # the paper's scale, for a GPU
     python readout_study.py --ckpt out/x         # the diagnostics of one run; --lemmas: the two lemmas, with residuals
@@ -29,13 +29,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.load import ROOT, even_starts, open_data, read_windows
-from data.prepare import load_tokenizer, stop, token_bytes, write_atomic
+from data.load import ROOT, even_windows
+from data.prepare import check_writable, load_tokenizer, stop, token_bytes, write_atomic
 from flags import PRESETS, duration, parse
 from model import Config, LoopedLM
 from ops import norm
 from plots import plot_readout
-from train import evaluate, load_model, pick_device, progress
+from train import data_of, load_model, pick_device, progress
 
 CELLS = {
     "terminal-norm": "--loss=terminal --readout=norm",
@@ -48,11 +48,14 @@ CELLS = {
     "perloop-loopnorm": "--loss=per_loop --readout=norm --loop_norm=true",
 }
 FOUR = list(CELLS)[:4]
+THREE = ["terminal-norm", "perloop-norm", "perloop-raw"]
 SWEEPS = {  # name of a variant: (cells, more flags); "" is the study's own, whose runs are used again
     "lambda": {"": (["perloop-norm", "perloop-penalty"], ""),
                **{f"lambda{v:g}": (["perloop-penalty"], f"--norm_penalty={v:g}") for v in (1e-4, 1e-3, 1e-1)}},
-    "schedule": {"": (FOUR, ""), "cosine": (FOUR, "--schedule=cosine --warmup_steps=20 --final_lr=0")},
-    "init": {"": (FOUR, ""), "tied": (FOUR, "--tied=true")},
+    "schedule": {"": (THREE, ""), "cosine": (THREE, "--schedule=cosine --warmup_steps=20 --final_lr=0")},
+    "init": {"": (THREE, ""), "tied": (THREE, "--tied=true")},
+    "long": {"long": (THREE, "--n_embd=32 --n_recur=2 --block_size=128 --batch_size=4 --max_steps=20000 "
+                             "--eval_interval=1000")},
 }
 # 4 passes of 4 layers, trained as the paper does (AdamW, constant rate, no warm-up) on the pocket corpus
 LAPTOP = ("--preset=pocket --vocab_size=1024 --n_embd=64 --head_dim=32 --n_prelude=0 --n_recur=4 --n_coda=0 --n_loop=4 "
@@ -62,7 +65,7 @@ LAPTOP = ("--preset=pocket --vocab_size=1024 --n_embd=64 --head_dim=32 --n_prelu
 BEYOND = 2   # states are followed to this many times the trained depth
 
 
-# --- lemmas (sec. 6 of the notes: visibility and activity) ---
+# --- lemmas: visibility and activity ---
 def readouts(eps):
     """Scale-invariant readouts and, to compare, the raw one: functions of states (N, D)."""
     def rms_norm(h):
@@ -122,20 +125,14 @@ def check_lemmas():
 
 
 # --- diagnostics of one model ---
-def windows(folder, meta, n_tokens, T, split="val"):
-    """Inputs and targets (n, T) of windows spread evenly over a split, those that train.evaluate reads."""
-    starts = even_starts(meta["splits"][split]["tokens"], n_tokens, T)
-    return read_windows(folder / f"{split}.bin", meta["dtype"], starts, T)
-
-
 def passes(model, idx, n_loop, clamp=False):
-    """[H_1 .. H_n_loop] (B, T, D). clamp: after every later pass each token is scaled back to its rms after the first,
-    before it is read or goes on (the paper's intervention at inference)."""
+    """[H_1 .. H_n_loop] (B, T, D), and the context that reads them out. clamp: after every later pass each token is
+    scaled back to its rms after the first, before it is read or goes on (the paper's intervention at inference)."""
     cfg, context, states = model.cfg, model.context(idx, n_loop, None), []
     if not clamp:
         return model.loop_states(idx, context, n_loop), context
     e = model.run(model.prelude, model.embed(idx), context, 0)
-    h = torch.zeros_like(e) if cfg.inject == "add" else e
+    h = model.start(e)
     for k in range(n_loop):
         h = model.run(model.recur, model.combine(e, h), context, cfg.n_prelude + k * cfg.n_recur)
         h = norm(h) if cfg.loop_norm else h
@@ -213,35 +210,36 @@ def diagnose(ckpt, n_tokens, device="cpu"):
     cfg = model.cfg
     if cfg.inject == "hyper":
         stop(f"--ckpt={ckpt}: a loop with --inject=hyper carries lanes that the clamp does not; take another injection")
-    folder, meta = open_data(argparse.Namespace(**state["args"]))
+    folder, meta = data_of(state)
     text, K, T = load_tokenizer(folder), cfg.n_loop, cfg.block_size
-    n_tokens = max(n_tokens, T)
-    x, y = windows(folder, meta, n_tokens, T)
-    depths, lengths_of = list(range(1, BEYOND * K + 1)), token_bytes(text)
+    x, y = even_windows(folder, meta, "val", max(n_tokens, T), T)
+    n_bytes, depths = int(token_bytes(text)[y.numpy()].sum()), list(range(1, BEYOND * K + 1))
+
+    def loss(h, context, k, targets):            # of a model that ends at pass k: a pass does not see those after it
+        return F.cross_entropy(model.logits(h, context, k).flatten(0, 1).float(), targets.flatten()).item()
     with torch.no_grad():
-        at = [evaluate(model, folder, meta, n_tokens, 8, lengths_of, n_loop=k) for k in depths]
         speed = [throughput(model, x[:8].to(device), k) for k in depths]
-        kept, updates, clamped = [[] for _ in depths], [[] for _ in depths[1:]], []
+        kept, updates, ce, clamped = [[] for _ in depths], [[] for _ in depths[1:]], [], []
         for i in range(0, len(x), 8):
             idx, targets = x[i:i + 8].to(device), y[i:i + 8].to(device)
             states, context = passes(model, idx, depths[-1])
+            ce.append([len(idx) * loss(h, context, k, targets) for k, h in zip(depths, states)])
             for k, h in enumerate(states):
                 kept[k].append(h.float().norm(dim=-1).flatten().cpu().numpy())
             for k in range(len(depths) - 1):
                 updates[k].append(update_of_pass(states[k].flatten(0, 1).float(), states[k + 1].flatten(0, 1).float()))
-            short, context = passes(model, idx, K)
-            held, _ = passes(model, idx, K, clamp=True)
-            losses = [F.cross_entropy(model.logits(h[-1], context, K).flatten(0, 1).float(), targets.flatten()).item()
-                      for h in (short, held)]
-            clamped.append([len(idx) * v for v in (losses[1] - losses[0], held[-1].norm(dim=-1).mean().item(),
-                                                   short[-1].norm(dim=-1).mean().item())])
+            free, held = states[K - 1], passes(model, idx, K, clamp=True)[0][-1]
+            clamped.append([len(idx) * v for v in (loss(held, context, K, targets) - loss(free, context, K, targets),
+                                                   held.norm(dim=-1).mean().item(), free.norm(dim=-1).mean().item())])
+    ce = np.sum(ce, axis=0) / len(x)
     kept = [np.concatenate(v) for v in kept]
     idx, targets = x[:8].to(device), y[:8].to(device)
     with torch.no_grad():
         states, context = passes(model, idx, K)
     d_ce, held, free = np.sum(clamped, axis=0) / len(x)
     return {"run": Path(ckpt).name, "seed": state["args"]["seed"], "n_loop": K, "n_embd": cfg.n_embd,
-            "tokens": len(x) * T, "ce": [v["loss"] for v in at], "bpb": [v["bpb"] for v in at], "tok_per_s": speed,
+            "tokens": len(x) * T, "ce": ce.tolist(), "bpb": (ce * y.numel() / n_bytes / math.log(2)).tolist(),
+            "tok_per_s": speed,
             "norm": [spread(v) for v in kept], "tail": tail_tokens(kept[K - 1], x, text),
             "radial": [radial_share(model, states, context, targets, k, K) for k in range(K)],
             "update": [{key: float(np.mean([u[key] for u in v])) for key in v[0]} for v in updates],
@@ -314,7 +312,7 @@ def report(found):
     def table(title, columns):
         """A row per cell; columns: (head, function of a diagnosis, how to show the values of all seeds)."""
         print(f"\n{title}")
-        widths = [max(len(head), 13) + 2 for head, _, _ in columns]
+        widths = [max(len(head), 16) + 2 for head, _, _ in columns]
         print(f"{'':{name_width}s}" + "".join(f"{head:>{w}s}" for w, (head, _, _) in zip(widths, columns)))
         for key, runs in found.items():
             print(f"{label(*key):{name_width}s}" + "".join(
@@ -342,8 +340,8 @@ def report(found):
         ("gain", lambda r: r["ce"][0] - r["ce"][last(r)], mean_sd),
         ("2 n_loop", lambda r: r["ce"][2 * last(r) + 1], mean_sd)])
     table("Share of the readout's gradient along the state at pass n_loop: |cos| per token, and of the flattened "
-          "batch; g: d loss / d log length.\nUpdate of the last pass: a the gain of the rms, b_perp the rest, turned the "
-          "move of the direction, beside b_perp / s", [
+          "batch; g: d loss / d log length.\nUpdate of the last pass: a the gain of the rms, b_perp the rest, turned "
+          "the move of the direction, beside b_perp / s", [
               ("per token", lambda r: r["radial"][last(r)]["per_token"], mean(2)),
               ("(chance)", lambda r: r["radial"][last(r)]["chance_per_token"], mean(2)),
               ("flattened", lambda r: r["radial"][last(r)]["flattened"], mean(2)),
@@ -370,6 +368,15 @@ def report(found):
                   "{:.3g} [{:.3g}, {:.3g}], {} seeds".format(*ratio(*pairs), len(shared)))
 
 
+def finding(found):
+    """The title: the length of the last state behind the norm and without it, or of every cell."""
+    length = {key: np.mean([r["norm"][r["n_loop"] - 1]["mean"] for r in runs]) for key, runs in found.items()}
+    pairs = [f"{length['perloop-norm', v]:.3g} behind the norm, {length['perloop-raw', v]:.3g} raw{v and f' ({v})'}"
+             for v in dict.fromkeys(v for _, v in found) if {("perloop-norm", v), ("perloop-raw", v)} <= length.keys()]
+    return "length of the last state, " + ("loss after every pass: " + "; ".join(pairs) if pairs else
+                                           ", ".join(f"{label(*key)} {v:.3g}" for key, v in length.items()))
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -381,15 +388,18 @@ def main(argv=None):
     add("--plan", action="store_true", help="print the train.py commands and exit")
     add("--quick", action="store_true", help="D 32 and 60 steps: shows what the study does, not what it finds")
     add("--lemmas", action="store_true", help="check the two lemmas and exit")
-    add("--sweep", choices=SWEEPS, help="instead of the cells: lambda of the penalty | a falling rate | tied N(0,1)")
+    add("--sweep", choices=SWEEPS, help="instead of the cells: lambda of the penalty | a falling rate | tied N(0,1) | "
+        "20,000 steps of a smaller model")
     add("--cells", nargs="+", choices=CELLS, help="only these cells")
     add("--seeds", nargs="+", type=int, help="default: 42 101 202")
     add("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
-    add("--tokens", type=int, default=20480, help="validation tokens of the diagnostics (default: 20480)")
+    add("--tokens", type=int, help="validation tokens of the diagnostics (default: 20480, with --quick 4096)")
     add("--device", default="", help="of the diagnostics: cuda, mps or cpu (default: the first that is there)")
     add("--out_dir", default="", help="folder of the runs and results (default: out/readout, or out/readout-quick)")
     add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.json, or OUT_DIR/SWEEP.json")
     a = parser.parse_args(argv)
+    if a.tokens is None:
+        a.tokens = 4096 if a.quick else 20480
     for name, low in (("tokens", 1), ("jobs", 0)):
         if getattr(a, name) < low:
             stop(f"--{name}={getattr(a, name)}: must be at least {low}")
@@ -408,6 +418,9 @@ def main(argv=None):
     if a.plan:
         print("\n".join(f"python train.py {' '.join(line.split())}" for _, line in runs.values()))
         return
+    out = Path(a.out_dir, a.sweep or "readout")
+    target = Path(a.json) if a.json else out.with_suffix(".json")
+    check_writable("--out_dir or --json", out.parent, target.parent)
     train_all(runs, a.jobs or os.cpu_count())
     found, folders = {}, {}
     for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items()):
@@ -415,12 +428,7 @@ def main(argv=None):
         found.setdefault((cell, variant), []).append(diagnose(folder, a.tokens, pick_device(a.device)))
         folders.setdefault((cell, variant), []).append(folder)
     report(found)
-    out = Path(a.out_dir, a.sweep or "readout")
-    title = "norm of the last state, mean over seeds: " + ", ".join(
-        f"{label(*key)} {np.mean([r['norm'][r['n_loop'] - 1]['mean'] for r in rows]):.3g}"
-        for key, rows in found.items() if key[0] in FOUR or a.sweep)
-    plot_readout(found, folders, title, out.with_suffix(".png"))
-    target = Path(a.json) if a.json else out.with_suffix(".json")
+    plot_readout(found, folders, finding(found), out.with_suffix(".png"))
     write_atomic(target, json.dumps([r for runs in found.values() for r in runs], indent=1).encode())
     print(f"wrote {out.with_suffix('.png')} and {target}")
 

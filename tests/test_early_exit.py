@@ -1,5 +1,5 @@
-"""early_exit.py against a reference that recomputes the whole prefix, teacher forcing, plain generation, torch's FLOP
-counter, and its properties."""
+"""exits.py and early_exit.py against a reference that recomputes the whole prefix, teacher forcing, plain generation,
+torch's FLOP counter, and its properties."""
 import json
 import math
 from dataclasses import asdict

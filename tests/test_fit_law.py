@@ -1,4 +1,5 @@
-"""fit_law.py against the published fits, synthetic laws with known parameters, and scipy's optimiser.
+"""law.py, sweep.py and fit_law.py against the published fits, synthetic laws with known parameters, and scipy's
+optimiser.
 
 Expected values: Tables 1-3 of arXiv 2604.21106, or refitted from data/isodepth_runs.csv with scipy's L-BFGS from 60 and
 more random starts. The slow tests, the coverage study and the timing, run only when named, in 35 s:

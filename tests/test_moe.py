@@ -77,7 +77,7 @@ def test_dispatch_equals_a_loop_over_tokens_in_value_and_gradient(k, kind):
     torch.manual_seed(0)
     chosen = choices(kind, k, 6, 41)
     expected = value_and_gradients(one_token_at_a_time, chosen, torch.float64)
-    for dispatch, dtype, close in ((moe.looped, torch.float64, 1e-12), (moe.looped, torch.float32, 1e-4),
+    for dispatch, dtype, close in ((moe.one_by_one, torch.float64, 1e-12), (moe.one_by_one, torch.float32, 1e-4),
                                    (moe.grouped, torch.float32, 1e-4)):
         if dispatch is moe.grouped and not hasattr(F, "grouped_mm"):
             continue
@@ -548,14 +548,14 @@ def test_compiled_blocks_with_experts_give_the_same():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("layer", ["dense", "looped", "grouped", "eager"])
+@pytest.mark.parametrize("layer", ["dense", "one_by_one", "grouped", "eager"])
 def test_contenders_of_the_bench_run(monkeypatch, layer):
     if layer == "grouped" and not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has no grouped_mm")
     if layer == "eager":
         pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "TOKENS", 64)
-    monkeypatch.setattr(moe, "looped", moe.looped)         # which the bench replaces
+    monkeypatch.setattr(moe, "one_by_one", moe.one_by_one)         # which the bench replaces
     monkeypatch.setattr(moe, "grouped", moe.grouped)
     measure, tokens, flops = bench.feed_forward({"flags": ["--device=cpu"], "bf16": True, "layer": layer})
     assert measure() > 0 and tokens == 64 and flops == 18 * 256 * 1024

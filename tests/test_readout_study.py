@@ -163,8 +163,8 @@ def test_diagnosis_of_a_run(tiny, tmp_path):
     found = R.diagnose(tmp_path / "run", 640)
     assert len(found["ce"]) == len(found["norm"]) == len(found["tok_per_s"]) == 4 and len(found["radial"]) == 2
     model, state = T.load_model(tmp_path / "run")
-    folder, meta = T.open_data(T.argparse.Namespace(**state["args"]))
-    x, y = R.windows(folder, meta, 640, 32)
+    folder, meta = T.data_of(state)
+    x, y = R.even_windows(folder, meta, "val", 640, 32)
     with torch.no_grad():
         for k, ce in enumerate(found["ce"], 1):
             assert ce == pytest.approx(model(x, y, n_loop=k)[1]["ce"].item(), rel=1e-4)
@@ -195,7 +195,7 @@ def test_plan_is_what_train_accepts(capsys):
         assert T.config_of(args, 1024).depth() == 16 and args.schedule == "constant"
     big = planned(capsys, "--preset=readout-129m", "--cells", "perloop-norm", "--seeds", "42")
     assert len(big) == 1 and "--preset=readout-129m" in big[0]
-    for sweep, n in (("lambda", 9), ("schedule", 12), ("init", 12)):
+    for sweep, n in (("lambda", 15), ("schedule", 18), ("init", 18), ("long", 9)):
         assert len(planned(capsys, f"--sweep={sweep}")) == n
     assert all("--max_steps=60" in line for line in planned(capsys, "--quick"))
 

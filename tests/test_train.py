@@ -1,4 +1,5 @@
-"""train.py: exact resume, fixed evaluation, accumulation, schedules, safe checkpoints, refusals."""
+"""train.py, flags.py and data/load.py: exact resume, fixed evaluation, accumulation, schedules, safe checkpoints,
+refusals."""
 import csv
 import json
 import math
@@ -614,7 +615,7 @@ EFFECT = {  # flag: a value that must change the weights, the losses or what is 
     "beta2": "0.5", "grad_clip": "0.01", "schedule": "constant", "warmup_steps": "0", "final_lr": "0.5",
     "eval_interval": "1", "eval_tokens": "64", "log_interval": "2", "dtype": "bfloat16", "threads": "2",
     "peak_tflops": "1e-6"}
-ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile"}     # the tests above are of these
+ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile"}   # the tests above are theirs
 
 
 def outcome(flags, folder, capsys):
@@ -639,7 +640,8 @@ def test_no_flag_is_dead(tiny, tmp_path, capsys):
         value, *needs = line.split()
         if (needs := tuple(needs)) not in plain:
             base = [f for f in needs if not f.startswith("--max_steps")]
-            plain[needs] = outcome(tiny(*short, *base, out=f"plain{len(plain)}"), tmp_path / f"plain{len(plain)}", capsys)
+            name = f"plain{len(plain)}"
+            plain[needs] = outcome(tiny(*short, *base, out=name), tmp_path / name, capsys)
         if outcome(tiny(*short, *needs, f"--{flag}={value}", out=flag), tmp_path / flag, capsys) == plain[needs]:
             dead.append(flag)
     assert not dead
