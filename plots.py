@@ -255,7 +255,8 @@ def plot_readout(found, folders, title, path):
         axes[0, 1].plot(curves[0][0], np.mean([c[1] for c in curves], axis=0), **style)
         ppl = np.exp(np.mean([r["ce"] for r in runs], axis=0))
         axes[1, 0].plot(ks, ppl, "o", ms=3, **style)
-        axes[1, 1].plot(np.mean([r["tok_per_s"] for r in runs], axis=0)[:K], ppl[:K], "o", ms=3, **style)
+        speed = np.mean([r["tok_per_s"] for r in runs], axis=0)[:K]
+        axes[1, 1].plot(speed / speed[-1], ppl[:K], "o", ms=3, **style)
     axes[0, 0].axvline(K, color="0.7", lw=1)
     axes[1, 0].axvline(K, color="0.7", lw=1)
     axes[0, 0].set(yscale="log", xlabel=f"pass (trained with {K})", ylabel="mean norm of the state",
@@ -264,7 +265,7 @@ def plot_readout(found, folders, title, path):
     low = min(np.exp(r["ce"][K - 1]) for runs in found.values() for r in runs)
     axes[1, 0].set(xlabel="passes at inference", ylabel="validation perplexity", ylim=(0.95 * low, 3 * low),
                    title="what a pass less or more is worth")
-    axes[1, 1].set(xlabel="tokens per second, K = 1 on the right", ylabel="validation perplexity",
+    axes[1, 1].set(xlabel=f"tokens per second, in units of K = {K}; K = 1 on the right", ylabel="validation perplexity",
                    ylim=(0.95 * low, 3 * low), title="perplexity against speed")
     for axis in axes.flat:
         axis.grid(alpha=0.25)

@@ -359,12 +359,12 @@ def report(found):
               f"{np.mean([r['tail']['first8'] for r in runs]):4.0%} in the first 8 (even: {tail['even_first8']:.0%}); "
               f"seed {runs[0]['seed']}: {common}")
     for (cell, variant), runs in found.items():
-        drift = found.get(("perloop-norm", variant)) or found.get(("perloop-norm", ""))
-        if drift and cell != "perloop-norm":
-            longer = {r["seed"]: r["norm"][last(r)]["mean"] for r in drift}
+        drift = next((key for key in (("perloop-norm", variant), ("perloop-norm", "")) if key in found), None)
+        if drift and drift != (cell, variant):
+            longer = {r["seed"]: r["norm"][last(r)]["mean"] for r in found[drift]}
             shared = [r for r in runs if r["seed"] in longer]
             pairs = [longer[r["seed"]] for r in shared], [r["norm"][last(r)]["mean"] for r in shared]
-            print(f"final norm of perloop-norm over that of {label(cell, variant)}: "
+            print(f"final norm of {label(*drift)} over that of {label(cell, variant)}: "
                   "{:.3g} [{:.3g}, {:.3g}], {} seeds".format(*ratio(*pairs), len(shared)))
 
 
