@@ -3,7 +3,7 @@ The readout blind spot (arXiv 2606.24898): a loss behind a scale-invariant reado
 a pre-norm loop goes on changing its length. Does the length drift, and does dense supervision stop it?
 
     python readout_study.py                      # 8 cells x 3 seeds, then tables, plots and JSON in out/readout
-    python readout_study.py --quick              # a few steps of the same, 2 seeds: 5 min
+    python readout_study.py --quick              # a few steps of the same, 2 seeds: 3 min
     python readout_study.py --sweep=lambda       # what the paper leaves open: lambda | schedule | init | long
     python readout_study.py --plan               # the train.py commands instead, a line each
     python readout_study.py --plan --preset=readout-44m      # the paper's scale, for a GPU
