@@ -314,8 +314,8 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
-    parser.add_argument("--ckpt", action="append", default=[],
-                        help="run folder of train.py, or its ckpt.pt; may be repeated")
+    parser.add_argument("--ckpt", nargs="+", action="extend", default=[],
+                        help="run folders of train.py, or their ckpt.pt")
     parser.add_argument("--n_loop", default="", help="passes through the loop, as 4 or 1,2,4,8 (default: as trained)")
     parser.add_argument("--tasks", default="", help="names of tasks or axes, joined by commas (default: all)")
     parser.add_argument("--limit", type=int, default=1000, help="items per task, sampled; 0: all (default: 1000)")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.load import even_starts, even_windows
+from data.load import even_starts, read_windows
 from data.prepare import check_writable, load_tokenizer, stop, token_bytes, write_atomic
 from exits import (CRITERIA, RowCache, advance, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
                    saved, score_at_once, score_by_step, step)
@@ -103,9 +103,10 @@ def windows(folder, meta, split, n_tokens, T, lengths):
     path, total = Path(folder) / f"{split}.bin", meta["splits"][split]["tokens"]
     if not path.is_file() or total <= T:
         stop(f"{path}: missing, or too few tokens for block_size={T}; run data/prepare.py again, with more text")
-    x, y = even_windows(folder, meta, split, n_tokens, T)
+    starts = even_starts(total, n_tokens, T)
+    x, y = read_windows(path, meta["dtype"], starts, T)
     borders = (np.fromfile(path, dtype=meta["dtype"]) == meta["eot"]).cumsum()
-    return x, y, torch.from_numpy(lengths[y.numpy()].sum(1)), torch.from_numpy(borders[even_starts(total, n_tokens, T)])
+    return x, y, torch.from_numpy(lengths[y.numpy()].sum(1)), torch.from_numpy(borders[starts])
 
 
 class Bootstrap:
@@ -163,7 +164,7 @@ def row(c, boot, depth, nats, ce, random, tests, way, keys, bytes_per_token):
 def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
     """Points at SAVED: tau from the calibration tokens, everything else from the test tokens, full keys and values,
     which cost what those of reuse do: nothing."""
-    tests, points = criterion != "change", []
+    tests, points = CRITERIA[criterion], []
     for target in SAVED:
         tau = calibrate(calibration[criterion], target, lambda d: saved(c, d, tests)[way])
         point = {"target": target, "tau": tau}
@@ -179,7 +180,7 @@ def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
 
 def policy(model, c, boot, x, y, test, points, criterion, keys, batch_size, say, bytes_per_token):
     """The charged points again, scored as generation works, beside the same depths dealt at random."""
-    tests, found, device = criterion != "change", [], model.table.device
+    tests, found, device = CRITERIA[criterion], [], model.table.device
     generator = torch.Generator().manual_seed(0)
     scorer = score_by_step if model.cfg.n_coda else score_at_once
 
@@ -292,7 +293,7 @@ def report(r):
           f"the layers, {o['saved']['charged']:.1%} charged; nats lost {between(o['lost'])}")
     print("nats lost at 10 and 20% saved, layers only | charged:")
     for k in CRITERIA:
-        print(f"  {k:8s}" + " | ".join("  ".join(
+        print(f"  {k:10s}" + " | ".join("  ".join(
             "out of reach" if p["tau"] is None else between(p["lost"])
             for p in r["frontier"][way][k] if p["target"] in (0.1, 0.2)) for way in ("layers", "charged")))
 
@@ -349,7 +350,7 @@ def schedule(c, n, target, tests, keys="reuse"):
 
 def forced(model, a):
     """Times of schedules of exits that save the asked shares, tests computed as if they decided."""
-    c, tests, device = costs(model.cfg), a.criterion != "change", model.table.device
+    c, tests, device = costs(model.cfg), CRITERIA[a.criterion], model.table.device
     T, keys = model.cfg.block_size, a.kv[0]
     ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
     plans = {f"{share:g}%": schedule(c, T, share / 100, tests, keys) for share in a.force_saved}
@@ -372,7 +373,7 @@ def print_time(r):
 
 def talk(model, folder, a):
     """Generate from the prompts with exits, then time the same tokens with and without them."""
-    text, c, tests = load_tokenizer(folder), costs(model.cfg), a.criterion != "change"
+    text, c, tests = load_tokenizer(folder), costs(model.cfg), CRITERIA[a.criterion]
     prompts = [text.encode_ordinary(p) for p in a.prompt]
     for shown, ids in zip(a.prompt, prompts):
         if not ids:
@@ -405,7 +406,8 @@ def parse(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = stop
     add = parser.add_argument
-    add("--ckpt", nargs="+", required=True, help="run folders of train.py, or their ckpt.pt; several: one plot")
+    add("--ckpt", nargs="+", action="extend", required=True,
+        help="run folders of train.py, or their ckpt.pt; several: one plot")
     add("--criterion", choices=CRITERIA, default="entropy", help="what is compared with tau (default: entropy)")
     add("--kv", nargs="+", choices=["full", "copy", "reuse"], default=None,
         help="policies to score (default: all that the model allows); when generating, the one to use (default: reuse, "
@@ -423,7 +425,8 @@ def parse(argv=None):
     add("--rounds", type=int, default=7, help="timed rounds, in turns (default: 7)")
     add("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
-    add("--out_dir", default="", help="folder for early_exit.png and .json (default: that of the first run)")
+    add("--out_dir", default="", help="folder for early_exit.png and .json (default: the run's; for several "
+        "out/early_exit)")
     add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/early_exit.json")
     a = parser.parse_args(argv)
     for name in ("tokens", "batch_size", "max_new_tokens", "rounds"):
@@ -434,6 +437,8 @@ def parse(argv=None):
             stop(f"--{name}={getattr(a, name)}: must not be negative")
     if a.quick:
         a.tokens = max(1, a.tokens // 8)
+    if a.prompt and a.force_saved:
+        stop("--prompt and --force_saved are two measurements: give one of them")
     single = "--prompt" if a.prompt else "--force_saved" if a.force_saved else ""
     if single and len(a.ckpt) > 1:
         stop(f"{single} takes one --ckpt, not {len(a.ckpt)}")
@@ -466,7 +471,7 @@ def main(argv=None):
         if a.kv[0] == "full":
             stop("--kv=full needs every pass of every token, so it cannot generate: use copy or reuse")
     a.kv = a.kv or ["full", "copy", "reuse"]
-    out = Path(a.out_dir) if a.out_dir else runs[0][0]
+    out = Path(a.out_dir or ("out/early_exit" if len(runs) > 1 else runs[0][0]))     # no run's own results are replaced
     target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / "early_exit.json"
     check_writable("--out_dir or --json", out, *([target.parent] if target else []))
     if a.prompt:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from ops import norm, rotate, sample
 
-CRITERIA = ("entropy", "margin", "kl", "change")
+CRITERIA = {"entropy": True, "margin": True, "kl": True, "change": False}    # name: does it look at the readout?
 
 
 # --- distributions ---
@@ -61,6 +61,8 @@ def doubt(criterion, logits, last, state, before):
     if criterion == "margin":
         top = logp.topk(2).values.exp()
         return 1 - (top[..., 0] - top[..., 1])
+    if criterion != "kl":
+        raise ValueError(f"criterion={criterion}: choose one of {', '.join(CRITERIA)}")
     if last is None:
         return torch.full(logp.shape[:-1], torch.inf, device=logp.device)
     return expect(logp.exp(), logp - last.float().log_softmax(-1)).clamp(min=0)
@@ -86,7 +88,7 @@ class Rule(NamedTuple):
 
 
 def exit_below(criterion, tau):
-    return Rule(criterion != "change", lambda t: doubt(criterion, t.logits, t.last, t.state, t.before) < tau)
+    return Rule(CRITERIA[criterion], lambda t: doubt(criterion, t.logits, t.last, t.state, t.before) < tau)
 
 
 def exit_at(depth, reads=False):
@@ -167,7 +169,7 @@ def entering(model, s, e, h):
     cfg = model.cfg
     if cfg.n_loop > 1:
         return model.combine(e, model.start(e) if s == 0 else h)
-    return model.combine(h, h) if s == cfg.n_prelude and cfg.inject == "linear" else h
+    return model.combine(h, model.start(h)) if s == cfg.n_prelude else h           # the only pass of the loop
 
 
 def advance(model, s, e, h, context, seen=None):

@@ -234,7 +234,7 @@ def cmd_table(args):
         stop(f"{args.table} has no line yet: `compare base.csv trick.csv --table={args.table}` adds one")
     for row in reversed(rows):
         print("{trick:28s} phi {phi} [{phi_low}, {phi_high}]   {difference} [{difference_low}, {difference_high}] over "
-              "its baseline {baseline}; {runs} runs, r = {n_loop}, {file}".format(**row))
+              "its baseline {baseline}; {runs} runs, r = {n_loop}, convention {convention}, {file}".format(**row))
     plot_scoreboard(rows, args.plot)
     wrote(args.plot)
 

@@ -47,7 +47,6 @@ CELLS = {
     "perloop-penalty": "--loss=per_loop --readout=norm --norm_penalty=0.01",
     "perloop-loopnorm": "--loss=per_loop --readout=norm --loop_norm=true",
 }
-FOUR = list(CELLS)[:4]
 THREE = ["terminal-norm", "perloop-norm", "perloop-raw"]
 SWEEPS = {  # name of a variant: (cells, more flags); "" is the study's own, whose runs are used again
     "lambda": {"": (["perloop-norm", "perloop-penalty"], ""),
@@ -295,12 +294,16 @@ def mean_sd(values):
     return f"{np.mean(values):.4g}" + (f" +- {np.std(values, ddof=1):.2g}" if len(values) > 1 else "")
 
 
+def mean_interval(values):
+    """Mean over seeds with its 95% t interval: (mean, low, high)."""
+    from scipy.stats import t
+    half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return np.mean(values) + np.array([0, -half, half])
+
+
 def ratio(over, under):
     """Geometric mean of over / under, paired by seed, with its 95% t interval: (ratio, low, high)."""
-    from scipy.stats import t
-    logs = np.log(np.asarray(over) / np.asarray(under))
-    half = t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5 if len(logs) > 1 else math.nan
-    return tuple(math.exp(v) for v in (logs.mean(), logs.mean() - half, logs.mean() + half))
+    return tuple(np.exp(mean_interval(np.log(np.asarray(over) / np.asarray(under)))))
 
 
 def label(cell, variant):
@@ -358,14 +361,39 @@ def report(found):
         print(f"{label(*key):{name_width}s}{np.mean([r['tail']['first'] for r in runs]):4.0%} at the first position, "
               f"{np.mean([r['tail']['first8'] for r in runs]):4.0%} in the first 8 (even: {tail['even_first8']:.0%}); "
               f"seed {runs[0]['seed']}: {common}")
-    for (cell, variant), runs in found.items():
-        drift = next((key for key in (("perloop-norm", variant), ("perloop-norm", "")) if key in found), None)
-        if drift and drift != (cell, variant):
-            longer = {r["seed"]: r["norm"][last(r)]["mean"] for r in found[drift]}
-            shared = [r for r in runs if r["seed"] in longer]
-            pairs = [longer[r["seed"]] for r in shared], [r["norm"][last(r)]["mean"] for r in shared]
-            print(f"final norm of {label(*drift)} over that of {label(cell, variant)}: "
-                  "{:.3g} [{:.3g}, {:.3g}], {} seeds".format(*ratio(*pairs), len(shared)))
+    print("\nGain of the rms in each pass after the first; nats gained from pass 1 to n_loop, with the 95% interval "
+          "over seeds; best K")
+    for key, runs in found.items():
+        rms = np.mean([[u["a"] for u in r["update"]] for r in runs], axis=0)
+        gain = mean_interval([r["ce"][0] - r["ce"][last(r)] for r in runs])
+        print(f"{label(*key):{name_width}s}" + " ".join(f"{v:.2f}" for v in rms)
+              + "   {:+.3f} [{:+.3f}, {:+.3f}]   ".format(*gain)
+              + " ".join(str(1 + int(np.argmin(r["ce"]))) for r in runs))
+    report_pairs(found)
+
+
+def report_pairs(found):
+    """Differences between cells, paired by seed."""
+    def paired(one, other, get):
+        by_seed = [{r["seed"]: get(r) for r in found[key]} for key in (one, other)]
+        return [[values[seed] for seed in by_seed[0] if seed in by_seed[1]] for values in by_seed]
+
+    def norm_of(loss, variant):                  # the cell to compare with: of the same variant, or the study's own
+        return next((key for key in ((f"{loss}-norm", variant), (f"{loss}-norm", "")) if key in found), None)
+    print("\nPaired by seed, 95% intervals: final norm of per-loop + norm over that of a cell; cross-entropy at n_loop "
+          "minus\nthat of the norm cell with the same loss, and of per-loop minus terminal")
+    for cell, variant in found:
+        here, (loss, _, readout) = (cell, variant), cell.partition("-")
+        drift = norm_of("perloop", variant)
+        if drift not in (None, here):
+            over, under = paired(drift, here, lambda r: r["norm"][r["n_loop"] - 1]["mean"])
+            print(f"final norm of {label(*drift)} over that of {label(*here)}: "
+                  "{:.3g} [{:.3g}, {:.3g}], {} seeds".format(*ratio(over, under), len(over)))
+        for other in (norm_of(loss, variant), (f"terminal-{readout}", variant) if loss == "perloop" else None):
+            if other in found and other != here:
+                mine, theirs = paired(here, other, lambda r: r["ce"][r["n_loop"] - 1])
+                print(f"cross-entropy of {label(*here)} minus that of {label(*other)}: "
+                      "{:+.3f} [{:+.3f}, {:+.3f}]".format(*mean_interval(np.subtract(mine, theirs))))
 
 
 def finding(found):

@@ -65,7 +65,7 @@ def cmd_plan(args):
                              f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
                 total += budget
     print("\n".join(lines))
-    print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours", file=sys.stderr)
+    print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours of a core or GPU", file=sys.stderr)
 
 
 SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "n_once",

@@ -122,9 +122,10 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False,
 def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding, head and what is no matrix.
     Muon's update has AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
-    rest = [(name, p) for name, p in model.named_parameters() if not name.startswith(("embed", "head"))]
-    scalars = [p for name, p in rest if name.startswith("lanes") or p.ndim < 2]
-    matrices = [p for name, p in rest if not (name.startswith("lanes") or p.ndim < 2)]
+    matrices, scalars = [], []
+    for name, p in model.named_parameters():
+        if not name.startswith(("embed", "head")):
+            (scalars if name.startswith("lanes") or p.ndim < 2 else matrices).append(p)
     w = model.cfg.width_ratio                    # 1 without muP
 
     def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was

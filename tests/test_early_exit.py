@@ -49,6 +49,16 @@ def middle_tau(model, criterion="entropy"):
     return values[-1].quantile(0.5).item()
 
 
+def test_an_unlooped_model_enters_its_only_pass_as_the_forward_pass_does(monkeypatch):
+    """Whatever combine does, also an injection that a fork adds: positions one by one equal the forward pass."""
+    monkeypatch.setattr(LoopedLM, "combine", lambda self, e, h: h + 0.7 * e)
+    model, x = small(**UNLOOPED), tokens(2)
+    cache = E.RowCache(model, 2)
+    with torch.inference_mode():
+        mine = torch.stack([E.step(model, x[:, t], cache)[0] for t in range(x.size(1))], 1)
+    torch.testing.assert_close(mine, model(x, x)[0], rtol=1e-4, atol=1e-4)
+
+
 # --- distributions ---
 def test_divergence_and_entropy_at_their_landmarks():
     p = torch.randn(5, 7).log_softmax(-1)
@@ -77,6 +87,8 @@ def test_doubts_against_their_definitions():
         mine = E.doubt(criterion, logits, last, state, before)
         torch.testing.assert_close(mine.double(), expected[criterion].double(), rtol=1e-4, atol=1e-5)
     assert E.doubt("kl", logits, None, state, before).isinf().all()
+    with pytest.raises(ValueError, match="choose one of entropy"):            # not silently another criterion
+        E.doubt("nosuch", logits, last, state, before)
     for criterion in ("entropy", "margin", "kl"):             # certain, and the same as before: no doubt, no NaN
         sharp = torch.tensor([[1e5, 0.0, -1e5]])
         assert E.doubt(criterion, sharp, sharp, None, None).item() == 0
