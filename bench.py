@@ -26,11 +26,12 @@ from pathlib import Path
 import torch
 
 import moe
-from data.prepare import stop
+from data.prepare import misused, stop
 from flags import config_of, flops_of, parse
 from model import LoopedLM, SwiGLU
 from ops import Linear
-from train import clip_and_measure, keep_freed_memory, make_optimizers, peak_flops, pick_device, pick_dtype
+from optim import make_optimizers
+from train import clip_and_measure, keep_freed_memory, peak_flops, pick_device, pick_dtype
 
 
 # --- contenders: each returns (measure, tokens per measurement, FLOPs per token or None) ---
@@ -217,7 +218,7 @@ def compare(contenders, rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = misused
     parser.add_argument("--what", choices=["train", "decode", "both", "moe"], default="both",
                         help="train step, decoding, both, or one layer of experts (default: both)")
     parser.add_argument("--vs", action="append", default=[], metavar="FLAGS", help="another config: flags added here")

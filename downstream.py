@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.prepare import EOT, check_writable, load_tokenizer, stop, token_bytes, write_atomic
+from data.prepare import EOT, check_writable, load_tokenizer, misused, stop, token_bytes, write_atomic
 from model import KVCache
 from plots import plot_tasks
 from tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, made_here, missing
@@ -313,7 +313,7 @@ def list_tasks():
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = misused
     parser.add_argument("--ckpt", nargs="+", action="extend", default=[],
                         help="run folders of train.py, or their ckpt.pt")
     parser.add_argument("--n_loop", default="", help="passes through the loop, as 4 or 1,2,4,8 (default: as trained)")

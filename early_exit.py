@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from data.load import even_starts, read_windows
-from data.prepare import check_writable, load_tokenizer, stop, token_bytes, write_atomic
+from data.prepare import check_writable, load_tokenizer, misused, stop, token_bytes, write_atomic
 from exits import (CRITERIA, RowCache, advance, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
                    saved, score_at_once, score_by_step, step)
 from flags import duration
@@ -404,7 +404,7 @@ def talk(model, folder, a):
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = misused
     add = parser.add_argument
     add("--ckpt", nargs="+", action="extend", required=True,
         help="run folders of train.py, or their ckpt.pt; several: one plot")
@@ -442,6 +442,11 @@ def parse(argv=None):
     single = "--prompt" if a.prompt else "--force_saved" if a.force_saved else ""
     if single and len(a.ckpt) > 1:
         stop(f"{single} takes one --ckpt, not {len(a.ckpt)}")
+    for name in ("exit_tau", "temperature", "top_k", "seed"):
+        if not a.prompt and getattr(a, name) != parser.get_default(name):
+            stop(f"--{name} says how to generate: give --prompt as well, or drop it")
+    if single and len(a.kv or []) > 1:
+        stop(f"{single} takes one --kv, not {len(a.kv)}")
     a.single = single
     return a
 

@@ -22,7 +22,7 @@ import sys
 import numpy as np
 from scipy.optimize import brentq
 
-from data.prepare import stop
+from data.prepare import check_writable, misused, stop
 from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, form_parameters, grouped, interval,
                  natural_units, predict, predict_at, rms, span, why_unidentified, worth)
 from plots import plot_law, plot_scoreboard
@@ -116,7 +116,8 @@ def cmd_published():
     stored = worth(load_runs(PUBLISHED), "power", fit["theta"])[2][1]
     print(f"\nin words: {1e3 * stored:.0f}M parameters with r=4 act like {1e3 * result['n_eff_ratio']['4']:.0f}M in a "
           "plain model and cost the training FLOPs\nof a plain model of 1,000M, the one of the same width and depth")
-    path = os.path.join(HERE, "results", "isodepth_law.png")
+    path = os.path.join("out", "isodepth_law.png")
+    check_writable("the folder out/", "out")
     plot_law(runs, fit, draws, result, path)
     wrote(path)
 
@@ -170,6 +171,10 @@ def cmd_compare(args):
         both = select(both, np.isin(both["budget"], both["budget"][both["sweep"] == "with"])  # phi is local: equal r
                       & np.isin(both["n_loop"], [1, *trick["n_loop"]]))
         new = both["sweep"] == "with"
+        if new.all():
+            stop(f"{args.baseline} has no run at the budgets of {args.runs} ("
+                 f"{', '.join(f'{b:g}' for b in np.unique(trick['budget']))} FLOPs) with its n_loop: run the baseline "
+                 "there, or plan the trick with --budgets of the baseline")
         shared = (both["n_loop"] == 1) & (1 not in trick["n_loop"])  # r=1 has no loop to change
         weights, phi = bootstrap_weights(both, args.resamples, within_r=True), []
         for path, mask in ((args.baseline, ~new), (args.runs, new | shared)):
@@ -235,8 +240,9 @@ def cmd_table(args):
     for row in reversed(rows):
         print("{trick:28s} phi {phi} [{phi_low}, {phi_high}]   {difference} [{difference_low}, {difference_high}] over "
               "its baseline {baseline}; {runs} runs, r = {n_loop}, convention {convention}, {file}".format(**row))
-    plot_scoreboard(rows, args.plot)
-    wrote(args.plot)
+    path = args.plot or os.path.splitext(args.table)[0] + ".png"
+    plot_scoreboard(rows, path)
+    wrote(path)
 
 
 # --- optima ---
@@ -335,7 +341,8 @@ def cmd_allocate(args):
     cost = args.flops * 10 ** brentq(lambda x: best(1, table, args.flops * 10 ** x)[0] - looped[0], -3, 3)
     plain = best(1, table, cost)
     if widths[-1] in (looped[1], plain[1]):
-        stop(f"--flops={args.flops:g}: the best width is beyond {widths[-1]}, too far from the runs of {args.runs}")
+        stop(f"--flops={args.flops:g}: the best width is beyond {widths[-1]}, too far from the runs of {args.runs}; take "
+             "a smaller budget")
     print(f"law of {os.path.relpath(args.runs)}: phi {fit['phi']:.4f}, convention {args.convention}")
     for r, flops, (loss, d, n, tokens) in ((args.n_loop, args.flops, looped), (1, cost, plain)):
         print(f"r={r}: {flops:.3g} FLOPs reach {loss:.4f} nats with n_embd {d:.0f} (N {n:.3g}) on {tokens:.3g} tokens")
@@ -359,13 +366,13 @@ def positive(kind):
 def main():
     parser = argparse.ArgumentParser(description="The joint scaling law of looped models; without a command, that of "
                                      "the published runs. The top of this file has examples.")
-    parser.error = stop
+    parser.error = misused
     commands = parser.add_subparsers(required=True)
 
     def command(function, text):
         sub = commands.add_parser(function.__name__[4:], help=text, description=text)
         sub.set_defaults(function=function)
-        sub.error = stop
+        sub.error = misused
         return sub.add_argument
 
     table = dict(help="table of runs, from `collect` or data/isodepth*.csv")
@@ -422,8 +429,7 @@ def main():
     add = command(cmd_table, "the scoreboard of tricks, ranked, with its plot")
     add("table", nargs="?", default=os.path.join(HERE, "results", "phi_table.csv"), help="as `compare --table` writes "
         "it (default: results/phi_table.csv)")
-    add("--plot", metavar="FILE", default=os.path.join(HERE, "results", "phi_table.png"), help="picture to draw "
-        "(default: results/phi_table.png)")
+    add("--plot", metavar="FILE", help="picture to draw (default: beside the table, as .png)")
 
     if len(sys.argv) == 1:
         cmd_published()

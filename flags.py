@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import fields
 
-from data.prepare import stop
+from data.prepare import misused, stop
 from model import CHOICES as MODEL_CHOICES
 from model import Config
 
@@ -36,7 +36,7 @@ FLAGS = {
         ("n_prelude", int, 1, "blocks before the loop"),
         ("n_recur", int, 1, "blocks inside the loop, shared by all passes"),
         ("n_coda", int, 1, "blocks after the loop"),
-        ("n_loop", int, 4, "passes r through the loop; 1 is a plain transformer"),
+        ("n_loop", int, 4, "passes r through the loop; 1: each block once, a plain transformer with --inject=none"),
         ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear | hyper"),
         ("loop_norm", boolean, True, "RMSNorm at the end of every pass"),
         ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)"),
@@ -117,7 +117,7 @@ def parse(argv=None, description=None):
     a --preset."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = misused
     parser.add_argument("--list_presets", action="store_true", help="print the presets and exit")
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
@@ -152,6 +152,8 @@ def complete(line):
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
     a["out_dir"] = a["out_dir"] or f"out/{a['preset']}"
+    if not a["n_head"] and a["head_dim"] > 0 and a["n_embd"] > a["head_dim"] and a["n_embd"] % a["head_dim"]:
+        stop(f"--n_embd={a['n_embd']}: not a multiple of --head_dim={a['head_dim']}; change one, or give --n_head")
     a["n_head"] = a["n_head"] or max(1, a["n_embd"] // max(1, a["head_dim"]))
     for name in ("batch_size", "grad_accum", "eval_tokens", "log_interval"):
         if a[name] < 1:
@@ -181,6 +183,10 @@ def steps_of(args, cfg):
     """Optimizer steps of the horizon: the one place where tokens and FLOPs become steps."""
     per_step = args.batch_size * args.grad_accum * cfg.block_size
     steps = args.max_steps or (args.max_tokens or args.max_flops / flops_of(args, cfg)) / per_step
+    if steps < 0.5:
+        horizon = next(h for h in HORIZON if getattr(args, h))
+        stop(f"--{horizon}={getattr(args, horizon):g}: less than one step, which takes {per_step} tokens and "
+             f"{per_step * flops_of(args, cfg):.3g} FLOPs; raise it, or lower --batch_size")
     return max(1, round(steps))
 
 

@@ -284,17 +284,18 @@ def report(r):
 
 def main():
     from data.load import even_windows           # here, not above, because model.py imports this file
-    from data.prepare import check_writable, stop, write_atomic
+    from data.prepare import check_writable, misused, stop, write_atomic
     from model import LoopedLM
     from plots import plot_routing
     from train import data_of, load_model, pick_device, run_folder
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = misused
     parser.add_argument("--ckpt", required=True, help="run folder of train.py, or its ckpt.pt")
     parser.add_argument("--tokens", type=int, default=65536, help="validation tokens to look at (default: 65536)")
     parser.add_argument("--batch_size", type=int, default=8, help="windows at a time (default: 8)")
     parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
     parser.add_argument("--out_dir", default="", help="folder for routing.png and routing.json (default: the run's)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/routing.json")
     a = parser.parse_args()
@@ -303,10 +304,12 @@ def main():
     cfg = model.cfg
     if not cfg.n_expert or cfg.n_loop < 2:
         stop(f"--ckpt={a.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but routing across passes needs "
-             f"experts and at least two passes")
-    for name in ("tokens", "batch_size"):
-        if getattr(a, name) < 1:
-            stop(f"--{name}={getattr(a, name)}: must be at least 1")
+             f"experts and at least two passes: train one with --n_expert=8 --n_loop=2")
+    for name, least in (("tokens", 1), ("batch_size", 1), ("threads", 0)):
+        if getattr(a, name) < least:
+            stop(f"--{name}={getattr(a, name)}: must be at least {least}")
+    if a.threads:
+        torch.set_num_threads(a.threads)
     out = Path(a.out_dir) if a.out_dir else run_folder(a.ckpt)
     target = Path(a.json) if a.json else out / "routing.json"
     check_writable("--out_dir or --json", out, target.parent)

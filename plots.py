@@ -107,6 +107,7 @@ def plot_scoreboard(rows, path):
     """rows of fit_law.read_table."""
     fig, axes = pyplot().subplots(1, 2, figsize=(11, 1.9 + 0.42 * len(rows)), sharey=True, layout="constrained")
     files = list(dict.fromkeys(row["file"] for row in rows))
+    names = [row["trick"] + ", published" * row["file"].startswith("isodepth") for row in rows]
     for y, row in enumerate(rows):
         v, colour = {k: float(row[k]) for k in list(row)[1:8]}, f"C{files.index(row['file'])}"
         for axis, at, low, high in ((axes[0], v["phi"], v["phi_low"], v["phi_high"]),
@@ -117,7 +118,7 @@ def plot_scoreboard(rows, path):
     for k, source in enumerate(files):
         axes[1].plot([], [], "o-", color=f"C{k}", label=source)
     axes[0].plot([], [], "|", color="0.3", ms=12, mew=2, label="the same loop without it")
-    axes[0].set(yticks=range(len(rows)), yticklabels=[row["trick"] for row in rows], ylim=(-0.6, len(rows) - 0.4),
+    axes[0].set(yticks=range(len(rows)), yticklabels=names, ylim=(-0.6, len(rows) - 0.4),
                 xlabel="phi: 0 a repeat adds nothing, 1 it is worth a fresh block", title="phi with the trick")
     axes[1].axvline(0, color="0.3", lw=1)
     axes[1].set(xlabel="phi with it - phi without it (95% interval)", title="what the trick adds")

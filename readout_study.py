@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.load import ROOT, even_windows
-from data.prepare import check_writable, load_tokenizer, stop, token_bytes, write_atomic
+from data.load import ROOT, even_windows, open_data
+from data.prepare import check_writable, load_tokenizer, misused, stop, token_bytes, write_atomic
 from flags import PRESETS, duration, parse
 from model import Config, LoopedLM
 from ops import norm
@@ -408,7 +408,7 @@ def finding(found):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = stop
+    parser.error = misused
     add = parser.add_argument
     add("--ckpt", help="diagnose this run folder or ckpt.pt only")
     add("--preset", choices=[p for p in PRESETS if p.startswith("readout")],
@@ -422,18 +422,26 @@ def main(argv=None):
     add("--seeds", nargs="+", type=int, help="default: 42 101 202")
     add("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
     add("--tokens", type=int, help="validation tokens of the diagnostics (default: 20480, with --quick 4096)")
+    add("--threads", type=int, default=0, help="CPU threads of the diagnostics; 0: one per core")
     add("--device", default="", help="of the diagnostics: cuda, mps or cpu (default: the first that is there)")
     add("--out_dir", default="", help="folder of the runs and results (default: out/readout, or out/readout-quick)")
     add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.json, or OUT_DIR/SWEEP.json")
     a = parser.parse_args(argv)
     if a.tokens is None:
         a.tokens = 4096 if a.quick else 20480
-    for name, low in (("tokens", 1), ("jobs", 0)):
+    for name, low in (("tokens", 1), ("jobs", 0), ("threads", 0)):
         if getattr(a, name) < low:
             stop(f"--{name}={getattr(a, name)}: must be at least {low}")
+    for name, others in (("lemmas", ("ckpt", "plan", "quick", "preset", "sweep", "cells")),
+                         ("ckpt", ("plan", "quick", "preset", "sweep", "cells")), ("sweep", ("cells",))):
+        clash = [other for other in others if getattr(a, name) and getattr(a, other)]
+        if clash:
+            stop(f"--{name} and --{clash[0]} are two things to do: give one of them")
     a.out_dir = a.out_dir or f"out/readout{'-quick' if a.quick else ''}{f'-{a.preset[8:]}' if a.preset else ''}"
     if a.lemmas:
         return check_lemmas()
+    if a.threads:
+        torch.set_num_threads(a.threads)
     if a.ckpt:
         found = diagnose(a.ckpt, a.tokens, pick_device(a.device))
         report({(found["run"], ""): [found]})
@@ -442,13 +450,14 @@ def main(argv=None):
         return
     runs = plan(a)
     for _, line in runs.values():
-        parse(shlex.split(line))                 # refuses now what train.py would refuse later
+        args, _ = parse(shlex.split(line))       # refuses now what train.py would refuse later
     if a.plan:
         print("\n".join(f"python train.py {' '.join(line.split())}" for _, line in runs.values()))
         return
     out = Path(a.out_dir, a.sweep or "readout")
     target = Path(a.json) if a.json else out.with_suffix(".json")
     check_writable("--out_dir or --json", out.parent, target.parent)
+    open_data(args)                              # all runs have the same
     train_all(runs, a.jobs or os.cpu_count())
     found, folders = {}, {}
     for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items()):

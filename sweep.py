@@ -21,8 +21,9 @@ SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a bu
 # Grids: n_embd for each budget in FLOPs, n_loop and n_expert, the injection where r > 1, what widths are a multiple of,
 # the blocks of all passes together (`looped`), the vocabulary, the FLOP/s of the time estimate, and the flags of a run.
 POCKET = dict(  # the paper's proportions at half its depth, 1 + 8/r x r + 1; one head, and a core for each run
-    widths={6e11: [16, 24, 32, 48], 1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]},
-    loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=2, looped=8, vocab_size=1024, speed=3.5e10,
+    widths={6e11: [16, 24, 32, 48], 1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96],
+            2.4e13: [48, 64, 96, 128]},
+    loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=2, looped=8, vocab_size=1024, speed=4e10,
     flags="--preset=pocket --vocab_size=1024 --n_embd={n_embd} --n_head=1 --n_recur={n_recur} --n_loop={n_loop} "
           "--inject={inject} --batch_size=4 --learning_rate=0.02 --eval_interval=0 --eval_tokens=131072 --threads=1")
 GRIDS = {
@@ -35,8 +36,9 @@ GRIDS = {
     "pocket": POCKET,
     "trick": dict(POCKET, loops=[2, 4], widths={6e11: [16, 24, 32], 1.5e12: [24, 32, 48], 3.8e12: [32, 48, 64]}),
     "moe": dict(POCKET,  # base, looped, moe and looped-moe of arXiv 2605.09165: 8 layers, half of them passed twice
-        widths={1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64]}, loops=[1, 2], experts=[0, 8], inject="none",
-        speed=2e10, flags=POCKET["flags"] + " --n_prelude=0 --n_coda=0 --loop_norm=false --n_expert={n_expert}"),
+        widths={1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]}, loops=[1, 2],
+        experts=[0, 8], inject="none",
+        flags=POCKET["flags"] + " --n_prelude=0 --n_coda=0 --loop_norm=false --n_expert={n_expert}"),
 }
 
 
@@ -44,6 +46,9 @@ def cmd_plan(args):
     """Print a grid, one train.py command a line."""
     from flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
     grid, lines, total = GRIDS[args.preset], [], 0
+    if args.preset == "trick" and not args.flags:
+        stop("--preset=trick: name the trick, such as --flags='--inject=hyper' --name=hyper; the loop without it is "
+             "--preset=pocket")
     speed = args.speed or grid["speed"]
     for budget in args.budgets or grid["widths"]:
         if not args.widths and budget not in grid["widths"]:

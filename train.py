@@ -33,6 +33,7 @@ from data.load import batch_starts, even_starts, open_data, read_windows
 from data.prepare import load_tokenizer, read_json, stop, token_bytes, write_atomic
 from flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, config_of, duration, flops_of, parse, steps_of
 from model import Config, LoopedLM
+from optim import lr_at, make_optimizers
 from plots import plot_loss
 
 
@@ -118,48 +119,12 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False,
     return {"loss": ce[-1], "bpb": ce[-1] * n * T / n_bytes / math.log(2), "ce": ce, "norm": norms}
 
 
-# --- optimizer ---
-def make_optimizers(model, args):
-    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding, head and what is no matrix.
-    Muon's update has AdamW's usual size (match_rms_adamw), so both follow one learning rate."""
-    matrices, scalars = [], []
-    for name, p in model.named_parameters():
-        if not name.startswith(("embed", "head")):
-            (scalars if name.startswith("lanes") or p.ndim < 2 else matrices).append(p)
-    w = model.cfg.width_ratio                    # 1 without muP
-
-    def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was
-        return {"weight_decay": args.weight_decay * factor, "lr_scale": 1 / factor}
-    groups = [] if model.cfg.tied else [{"params": [model.head.weight], **slower(w)}]
-    groups.append({"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr})
-    if scalars:
-        groups.append({"params": scalars, "weight_decay": 0.0})
-    optimizers = []
-    if args.optimizer == "muon":                 # all singular values equal: an update's norm grows as sqrt(w), not w
-        optimizers.append(torch.optim.Muon([{"params": matrices, **slower(w ** 0.5)}], lr=args.learning_rate,
-                                           adjust_lr_fn="match_rms_adamw"))
-    else:
-        groups.append({"params": matrices, **slower(w)})
-    fused = model.table.device.type in ("cuda", "cpu")
-    optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
-    return optimizers
-
-
+# --- one step ---
 def loops_at(seed, step, n_loop):
     """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
     order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
     block, i = divmod(step, 2 * n_loop - 1)
     return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
-
-
-def lr_at(step, args, max_steps):
-    """Learning rate of step 0 .. max_steps - 1: rises linearly to the peak, then never rises again."""
-    if step < args.warmup_steps:
-        return args.learning_rate * (step + 1) / args.warmup_steps
-    x = (step - args.warmup_steps) / max(1, max_steps - 1 - args.warmup_steps)     # 0 after warm-up, 1 at the end
-    falling = {"constant": 0.0, "linear": x, "cosine": (1 - math.cos(math.pi * min(1, x))) / 2,
-               "wsd": max(0.0, (x - 0.8) / 0.2)}[args.schedule]
-    return args.learning_rate * (1 - (1 - args.final_lr) * min(1, falling))
 
 
 def clip_and_measure(model, grad_clip):
@@ -217,8 +182,8 @@ def check_same_run(given, saved, data_sha256, where, resume):
     for name, value in given.items():
         may_differ = name in FREE or (resume and name in EXTENDABLE)
         if not may_differ and saved["args"].get(name, value) != value:
-            stop(f"--{name}={value} contradicts {where}, begun with {name}={saved['args'][name]}: drop the flag, or "
-                 f"choose another --out_dir")
+            stop(f"--{name}={value} contradicts {where}, begun with {name}={saved['args'][name]}: drop the flag, "
+                 + ("add --resume, " if name in EXTENDABLE else "") + "or choose another --out_dir")
 
 
 # --- what a run leaves behind ---

@@ -41,6 +41,11 @@ def stop(sentence):
     raise SystemExit(2)
 
 
+def misused(sentence):
+    """What argparse says of a command line (parser.error), with a way on."""
+    stop(f"{sentence}; -h lists the flags")
+
+
 def read_json(path):
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
@@ -269,7 +274,7 @@ def main(argv=None):
     parser.add_argument("--max_tokens", type=float, default=0, help="training tokens of a streamed data set (0: all)")
     parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB)")
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
-    parser.error = stop
+    parser.error = misused
     a = parser.parse_args(argv)
     out = prepare(a.dataset, a.vocab_size, a.tokenizer, a.input, a.max_tokens, a.out_dir, a.hub_path)
     meta = read_json(out / "meta.json")

@@ -445,7 +445,8 @@ def test_forced_savings_are_timed(folder, tmp_path):
     (["--prompt", "ab " * 200], "block_size=32"), (["--kv", "full", "--prompt", "a"], "--kv=full"),
     (["--force_saved", "99"], "force_saved=99"), (["--tokens=0"], "tokens=0"), (["--nosuch"], "--nosuch"),
     (["--exit_tau=nan"], "exit_tau=nan"), (["--json=/proc/x/y.json"], "cannot write"),
-    (["--criterion=luck"], "criterion")])
+    (["--criterion=luck"], "criterion"), (["--exit_tau=2"], "--exit_tau says how to generate"),
+    (["--prompt", "a", "--kv", "copy", "reuse"], "one --kv"), (["--prompt", "a", "--force_saved", "30"], "two measurem")])
 def test_bad_input_is_one_sentence(folder, capsys, flags, says):
     run = folder("run", **PLAIN)
     with pytest.raises(SystemExit) as e:

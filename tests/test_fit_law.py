@@ -511,7 +511,7 @@ def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
         rows.append(dict(n_loop=cfg.n_loop, n_expert=cfg.n_expert, inject="none", n_embd=cfg.n_embd, seed=args.seed,
                          n_once=0, n_rec=n["recurrent"], tokens=args.max_flops / per_token, flops=args.max_flops,
                          val_loss=loss + 1e-3 * rng.standard_normal()))
-    assert len(rows) == 32 + 8
+    assert len(rows) == 48 + 8
     table = tmp_path / "moe.csv"
     table.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]))
     done = cli("isoflop", table, "--by=n_loop,n_expert")
@@ -655,7 +655,10 @@ def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, 
     (["table", "nowhere.csv"], "nowhere.csv"), (["isoflop", F.PUBLISHED, "--by=colour"], "--by=colour"),
     (["allocate", "--flops=-1", "--n_loop=4"], "--flops"), (["allocate", "--flops=1e18", "--n_loop=3"], "--n_loop=3"),
     (["allocate", "--flops=1e18"], "--n_loop"), (["allocate", "--flops=1e27", "--n_loop=4"], "--flops=1e+27"),
-    (["fit", F.PUBLISHED, "--json=no/where.json"], "--json=no/where.json"), (["guess"], "guess")])
+    (["fit", F.PUBLISHED, "--json=no/where.json"], "--json=no/where.json"), (["guess"], "guess"),
+    (["compare", F.PUBLISHED], "-h lists the flags"),
+    (["plan", "--preset=trick"], "--flags"),
+    (["compare", F.PUBLISHED, os.path.join(F.HERE, "results", "trick_runs.csv")], "isodepth_runs.csv has no run")])
 def test_bad_flags(flags, said, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = cli(*flags)

@@ -216,7 +216,9 @@ def test_the_study_end_to_end_and_again(corpus, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     (["--ckpt=nowhere"], "nowhere"), (["--cells", "x"], "--cells"), (["--tokens=0"], "--tokens=0"),
-    (["--sweep=x"], "--sweep"), (["--preset=pocket"], "--preset")])
+    (["--sweep=x"], "--sweep"), (["--preset=pocket"], "--preset"), (["--lemmas", "--plan"], "--lemmas and --plan"),
+    (["--ckpt=x", "--quick"], "--ckpt and --quick"), (["--sweep=init", "--cells", "perloop-raw"], "--sweep and --cells"),
+    (["--preset=readout-44m"], "wikitext103-20000")])
 def test_refusals(flags, says, capsys):
     with pytest.raises(SystemExit) as stopped:
         R.main(flags)

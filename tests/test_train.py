@@ -1,5 +1,6 @@
 """train.py, flags.py and data/load.py: exact resume, fixed evaluation, accumulation, schedules, safe checkpoints,
 refusals."""
+import copy
 import csv
 import json
 import math
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import optim
 import train as T
 from conftest import ROOT
 from flags import PRESETS
@@ -252,7 +254,7 @@ def test_two_processes_train_the_same_run(tiny, tmp_path, torchrun):
 
 # --- horizon, schedule, optimizer ---
 def test_horizons(tiny):
-    for flags, steps in ((["--max_steps=7"], 7), (["--max_tokens=1e4"], 10), (["--max_tokens=1"], 1)):
+    for flags, steps in ((["--max_steps=7"], 7), (["--max_tokens=1e4"], 10), (["--max_tokens=600"], 1)):
         args, _ = T.parse([f for f in tiny() if "max_steps" not in f] + flags + ["--batch_size=32"])
         assert T.steps_of(args, T.config_of(args, 300)) == steps
     args, _ = T.parse(["--n_embd=128", "--max_flops=1e12"])
@@ -283,6 +285,25 @@ def test_optimizers_cover_every_parameter_once_and_decay_matrices_only(optimizer
     assert sorted(covered) == sorted(id(p) for p in model.parameters())
     undecayed = [p for g in groups if g["weight_decay"] == 0 for p in g["params"]]
     assert [p is model.embed.weight for p in undecayed] == [True]
+
+
+def test_muon_in_batches_is_torchs_muon(monkeypatch):
+    """Tall, wide and square matrices, some without a gradient, whole batches and a last one that is smaller."""
+    monkeypatch.setattr(optim, "BATCH", 2 * 24 * 8)        # two matrices of 24 x 8 at once
+    torch.manual_seed(0)
+    start = [torch.randn(shape) * 0.1 for shape in [(24, 8), (8, 24), (8, 8), (24, 8), (24, 8), (8, 24), (5, 3)]]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    rates = dict(lr=0.1, weight_decay=0.2)
+    mine, reference = optim.Muon(ours, **rates), torch.optim.Muon(theirs, **rates, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for p, q in zip(ours[:-1], theirs):
+            q.grad = p.grad = torch.randn_like(p)
+        mine.step(), reference.step()
+        if step == 1:                                      # checkpoints are interchangeable
+            mine.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert torch.equal(ours[-1], start[-1])
+    for p, q, p0 in zip(ours, theirs, start):              # bit-equal on the machine this was written on
+        assert (p - q).abs().max() <= 0.02 * (q - p0).abs().max()
 
 
 def test_default_flags_equal_the_model_config():
@@ -509,9 +530,12 @@ def test_utilisation_is_printed_only_where_the_peak_is_known(tiny, capsys):
     (["--compile=maybe"], "maybe"), (["--preset=nosuch"], "isodepth-r4"), (["--data=nosuch"], "data/prepare.py"),
     (["--max_steps=3", "--max_tokens=5"], "exactly one"),
     (["--out_dir=/proc/x"], "/proc/x"), (["--device=cuda:99"], "cuda:99"), (["--learning_rate=-1"], "learning_rate"),
-    (["--head_dim=5", "--n_embd=32"], "even"), (["--optimizer=sgd"], "adamw"), (["--resume"], "no checkpoint"),
+    (["--head_dim=5", "--n_embd=35"], "even"), (["--optimizer=sgd"], "adamw"), (["--resume"], "no checkpoint"),
     (["--seed=-1"], "seed"), (["--threads=-1"], "threads"), (["--beta2=2"], "beta2"), (["--device=meta"], "meta"),
-    (["--max_steps=0"], "no end"), (["--final_lr=2"], "final_lr"), (["--dtype=float16"], "bfloat16"), (["--vocab_size=77"], "300"), (["--learning_rate=nan"], "learning_rate")])
+    (["--max_steps=0"], "no end"), (["--final_lr=2"], "final_lr"), (["--dtype=float16"], "bfloat16"),
+    (["--vocab_size=77"], "300"), (["--learning_rate=nan"], "learning_rate"),
+    (["--n_embd=100"], "not a multiple of --head_dim=64"), (["--max_flops=10"], "less than one step"),
+    (["--max_tokens=2"], "lower --batch_size"), (["--nosuch=1"], "-h lists the flags")])
 def test_bad_flags(tiny, tmp_path, capsys, flags, says):
     base = [f for f in tiny() if f.split("=")[0] not in ("--head_dim", "--n_embd", "--max_steps")]
     with pytest.raises(SystemExit) as e:
