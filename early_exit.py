@@ -51,15 +51,15 @@ def observe(model, batches, say=lambda i: None):
             states.append(state)
         final = read(model, S - 1, states[-1], context).float().log_softmax(-1)
         out = {"ce": [], "agree": [], "layers": [], **{name: [] for name in CRITERIA}}
-        last, before = None, e
+        earlier, before = None, e
         for s, state in enumerate(states):
             logits = read(model, s, state, context)
             out["ce"].append(F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="none"))
             out["agree"].append((logits.argmax(-1) == final.argmax(-1)).flatten())
             if s < S - 1:
                 for name in CRITERIA:
-                    out[name].append(doubt(name, logits, last, state, before).flatten())
-            last, before = logits, state
+                    out[name].append(doubt(name, logits, earlier, state, before).flatten())
+            earlier, before = logits, state
         for j, state in enumerate(seen):
             logp = read(model, S - 1 if j == len(seen) - 1 else 0, state, context).float().log_softmax(-1)
             d = jsd(logp, final)
@@ -89,7 +89,7 @@ def calibrate(score, target, saving):
     high = known.max().item() * 1.001 + 1e-9 if len(known) else 0.0
     if saving(first_below(score, high)) < target:
         return None
-    low = 0.0
+    low = min(0.0, known.min().item()) if len(known) else 0.0
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if saving(first_below(score, middle)) >= target else (middle, high)
@@ -142,16 +142,16 @@ def fixed_at(fixed, ce, saving):
     return ce[-1]
 
 
-def dealt(c, depth, tests, way, keys):
+def dealt(c, depth, tests, way, kv):
     """The chance that a random exit takes one of the depths (N,) dealt to it, else goes all the way, so that it costs
     what the exits cost: counted by layers 1, charged less, since a random exit needs no tests."""
-    mine, free = saved(c, depth, tests, keys)[way], saved(c, depth, False, keys)[way]
+    mine, free = saved(c, depth, tests, kv)[way], saved(c, depth, False, kv)[way]
     return max(0.0, min(1.0, mine / free)) if free > 0 else 0.0
 
 
-def row(c, boot, depth, nats, ce, random, tests, way, keys, bytes_per_token):
+def row(c, boot, depth, nats, ce, random, tests, way, kv, bytes_per_token):
     """One point of a frontier: what depth (N,) saves, what nats (N,) lose, and both baselines at the same saving."""
-    saving = saved(c, depth, tests, keys)
+    saving = saved(c, depth, tests, kv)
     fixed = [saved(c, torch.tensor([d]), False)[way] for d in range(1, c["stages"] + 1)]
     mean = nats.double().mean().item()
     return {"saved": saving, "depth": depth.double().mean().item(), "nats": mean, "ppl": math.exp(mean),
@@ -178,7 +178,7 @@ def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
     return points
 
 
-def policy(model, c, boot, x, y, test, points, criterion, keys, batch_size, say, bytes_per_token):
+def policy(model, c, boot, x, y, test, points, criterion, kv, batch_size, say, bytes_per_token):
     """The charged points again, scored as generation works, beside the same depths dealt at random."""
     tests, found, device = CRITERIA[criterion], [], model.table.device
     generator = torch.Generator().manual_seed(0)
@@ -188,19 +188,19 @@ def policy(model, c, boot, x, y, test, points, criterion, keys, batch_size, say,
         parts = []
         for i in range(0, len(x), batch_size):
             s = slice(i, i + batch_size)
-            parts.append([v.cpu() for v in scorer(model, x[s].to(device), y[s].to(device), rule_of(s), keys)])
+            parts.append([v.cpu() for v in scorer(model, x[s].to(device), y[s].to(device), rule_of(s), kv)])
             say(text)
         return (torch.cat(p).flatten() for p in zip(*parts))
     for p in points:
         if p["tau"] is None:
             continue
-        nats, depth = run(lambda s: exit_below(criterion, p["tau"]), f"{keys}, tau {p['tau']:.3g}")
-        q = dealt(c, depth, tests, "charged", keys)
+        nats, depth = run(lambda s: exit_below(criterion, p["tau"]), f"{kv}, tau {p['tau']:.3g}")
+        q = dealt(c, depth, tests, "charged", kv)
         shuffled = depth[torch.randperm(len(depth), generator=generator)]
         chance = torch.where(torch.rand(len(depth), generator=generator) < q, shuffled, c["stages"]).view(x.shape)
-        random, _ = run(lambda s: exit_at(chance[s].to(device)), f"{keys}, random exits")
+        random, _ = run(lambda s: exit_at(chance[s].to(device)), f"{kv}, random exits")
         found.append({"target": p["target"], "tau": p["tau"], **row(
-            c, boot, depth, nats, test["ce"], random, tests, "charged", keys, bytes_per_token)})
+            c, boot, depth, nats, test["ce"], random, tests, "charged", kv, bytes_per_token)})
     return found
 
 
@@ -241,8 +241,8 @@ def study(name, model, folder, meta, a):
         done += 1
         progress(f"{name}: {text}, batch {done}/{jobs}, ETA {duration((time.time() - begun) / done * (jobs - done))}",
                  False)
-    for keys in kinds:
-        result["policies"][keys] = policy(model, c, boot, x, y, test, points, a.criterion, keys, a.batch_size, say,
+    for kv in kinds:
+        result["policies"][kv] = policy(model, c, boot, x, y, test, points, a.criterion, kv, a.batch_size, say,
                                           bytes_per_token)
     return result
 
@@ -269,6 +269,9 @@ def report(r):
     for x in r["fixed"]:
         print(f"{x['stages']:11d} {x['saved']['layers']:14.1%} {x['saved']['charged']:8.1%} {x['nats']:7.4f} "
               f"{x['ppl']:7.2f} {x['bpb']:9.4f}")
+    print("\naim: FLOPs to save; then those saved on the test tokens, counting layers, the head too, the tests too; "
+          "exits: tokens\nthat leave early; nats lost against full depth, and that less what random exits and a fixed "
+          "depth of the same cost lose\n(below 0: exits win)")
     head = (f"{'aim':>4s} {'tau':>7s} {'layers':>7s} {'+ head':>7s} {'+ tests':>7s} {'exits':>6s} {'ppl':>8s} "
             f"{'bits/byte':>9s}  {'nats lost':26s}  {'less random':26s}  less fixed depth")
 
@@ -286,8 +289,8 @@ def report(r):
           r["frontier"]["layers"][r["criterion"]])
     lines(f"{r['criterion']}, tests charged, keys and values of the full depth",
           r["frontier"]["charged"][r["criterion"]])
-    for keys, points in r["policies"].items():
-        lines(f"{r['criterion']}, tests charged, scored as generation works: {keys}", points)
+    for kv, points in r["policies"].items():
+        lines(f"{r['criterion']}, tests charged, scored as generation works: {kv}", points)
     o = r["oracle"]
     print(f"\noracle (leaves when its likeliest token is the final one; no tests): saves {o['saved']['layers']:.1%} of "
           f"the layers, {o['saved']['charged']:.1%} charged; nats lost {between(o['lost'])}")
@@ -299,10 +302,10 @@ def report(r):
 
 
 # --- time ---
-def decode(model, ids, rule, keys):
+def decode(model, ids, rule, kv):
     cache = RowCache(model, 1)
     for t in range(len(ids)):
-        step(model, ids[t:t + 1], cache, rule, keys)
+        step(model, ids[t:t + 1], cache, rule, kv)
 
 
 def decode_plainly(model, ids):
@@ -337,9 +340,9 @@ def compare(times, name, claim):
             "ratio": middle / claim if claim > 0 else None}
 
 
-def schedule(c, n, target, tests, keys="reuse"):
+def schedule(c, n, target, tests, kv="reuse"):
     """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
-    each = [saved(c, torch.tensor([d]), tests, keys)["charged"] for d in range(1, c["stages"] + 1)]
+    each = [saved(c, torch.tensor([d]), tests, kv)["charged"] for d in range(1, c["stages"] + 1)]
     if not each[-1] <= target <= each[0]:
         stop(f"--force_saved={100 * target:g}: this model can save from {each[-1]:.0%} to {each[0]:.0%} of its FLOPs")
     d = next(i for i in range(len(each) - 1) if each[i + 1] <= target)
@@ -351,19 +354,19 @@ def schedule(c, n, target, tests, keys="reuse"):
 def forced(model, a):
     """Times of schedules of exits that save the asked shares, tests computed as if they decided."""
     c, tests, device = costs(model.cfg), CRITERIA[a.criterion], model.table.device
-    T, keys = model.cfg.block_size, a.kv[0]
+    T, kv = model.cfg.block_size, a.kv[0]
     ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
-    plans = {f"{share:g}%": schedule(c, T, share / 100, tests, keys) for share in a.force_saved}
+    plans = {f"{share:g}%": schedule(c, T, share / 100, tests, kv) for share in a.force_saved}
     rules = {"full depth": None, **{name: exit_at(depth.to(device), tests) for name, depth in plans.items()}}
-    contenders = {name: lambda rule=rule: decode(model, ids, rule, keys) for name, rule in rules.items()}
+    contenders = {name: lambda rule=rule: decode(model, ids, rule, kv) for name, rule in rules.items()}
     times = race({"model.py": lambda: decode_plainly(model, ids), **contenders}, a.rounds)
     ms = {name: 1e3 * quartiles(t)[1] / T for name, t in times.items()}
-    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, keys and values by {keys}; {a.rounds} rounds, "
+    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, keys and values by {kv}; {a.rounds} rounds, "
           f"quartiles in brackets\nms per token: " + ", ".join(f"{name} {t:.2f}" for name, t in ms.items()))
-    rows = {name: compare(times, name, saved(c, depth[0], tests, keys)["charged"]) for name, depth in plans.items()}
+    rows = {name: compare(times, name, saved(c, depth[0], tests, kv)["charged"]) for name, depth in plans.items()}
     for r in rows.values():
         print_time(r)
-    return {"ms_per_token": ms, "keys": keys, "rows": rows}
+    return {"ms_per_token": ms, "kv": kv, "rows": rows}
 
 
 def print_time(r):
@@ -381,18 +384,18 @@ def talk(model, folder, a):
         if len(ids) > model.cfg.block_size:
             stop(f"--prompt: {len(ids)} tokens, but block_size={model.cfg.block_size}; shorten it: {shown[:40]!r}")
     room = model.cfg.block_size - max(map(len, prompts)) + 1
-    rule, keys, result = exit_below(a.criterion, a.exit_tau), a.kv[0], []
-    rows, depths = generate(model, prompts, min(a.max_new_tokens, room), rule, keys, a.temperature, a.top_k, a.seed)
+    rule, kv, result = exit_below(a.criterion, a.exit_tau), a.kv[0], []
+    rows, depths = generate(model, prompts, min(a.max_new_tokens, room), rule, kv, a.temperature, a.top_k, a.seed)
     for ids, depth in zip(rows, depths):
         words = [text.decode([t]).replace("\n", "\\n") for t in ids[1:]]
         print(f"\n{text.decode(ids)}\n\n{'passes' if c['looped'] else 'layers'} before each token: "
               + " ".join(f"{w.strip()}/{d}" for w, d in zip(words, depth)))
-        share = saved(c, torch.tensor(depth), tests, keys)
+        share = saved(c, torch.tensor(depth), tests, kv)
         print(f"mean {sum(depth) / len(depth):.2f} of {c['stages']}; FLOPs saved: layers {share['layers']:.1%}, "
               f"with head {share['head']:.1%}, with tests {share['charged']:.1%}")
         ids = torch.tensor(ids[:-1], device=model.table.device)
-        times = race({"full depth": lambda: decode(model, ids, None, keys),
-                      "exits": lambda: decode(model, ids, rule, keys)}, a.rounds)
+        times = race({"full depth": lambda: decode(model, ids, None, kv),
+                      "exits": lambda: decode(model, ids, rule, kv)}, a.rounds)
         timing = compare(times, "exits", share["charged"])
         for name, how in (("full depth", "without"), ("exits", "with")):
             print(f"{len(ids) / quartiles(times[name])[1]:7.1f} tokens/s {how} exits")

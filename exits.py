@@ -2,9 +2,9 @@
 Early exits: a token leaves the loop as soon as its prediction is certain. This file is the mechanism: when to leave,
 what later tokens find in the cache, what it saves. early_exit.py is the study.
 
-Exit points are the loop boundaries, of an unlooped model its layers. A test reads the state out through coda, norm and
-head and exits when the chosen doubt about the next token is below tau (arXiv 2605.09165: entropy). What later tokens
-find in the skipped slots of the KV cache is one of three policies (--kv, in the code `keys`):
+Exit points are the loop boundaries, of an unlooped model its layers. A test takes the chosen doubt about the next
+token, mostly from a readout of the state through coda, norm and head; below tau the token exits (arXiv 2605.09165:
+entropy). What later tokens find in the skipped slots of the KV cache is one of three policies (--kv):
 
     full    keys and values of the full depth, as if the token had gone on: teacher forcing, what the paper reports.
             A bound, since nothing is saved; a coda reads exit point k as if all tokens had left there
@@ -12,9 +12,8 @@ find in the skipped slots of the KV cache is one of three policies (--kv, in the
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
 copy and reuse work one position at a time, as generation does; without a coda score_at_once gives the same for whole
-windows. The coda has one cache for all tokens, whatever their
-depth: a token's keys there come from the state it left with. A prompt goes through the same loop as what follows, token
-by token.
+windows. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it left
+with. A prompt goes through the same loop as what follows, token by token.
 
 A stage is what runs between two exit points: a pass of the loop, or a layer of an unlooped model.
 
@@ -28,7 +27,8 @@ import torch.nn.functional as F
 
 from ops import norm, rotate, sample
 
-CRITERIA = {"entropy": True, "margin": True, "kl": True, "change": False}    # name: does it look at the readout?
+# name of a doubt: does it look at the readout, which a test then has to pay for?
+CRITERIA = {"entropy": True, "margin": True, "kl": True, "change": False}
 
 
 # --- distributions ---
@@ -49,10 +49,11 @@ def jsd(logp, logq):
     return (total / (2 * math.log(2))).clamp(0, 1)
 
 
-def doubt(criterion, logits, last, state, before):
-    """How unsure the model still is at an exit point (...,), at least 0; below tau a token exits. entropy: of the
-    readout, in nats. margin: 1 - (p of the likeliest token - p of the second). kl: KL in nats from the readout of the
-    exit point before (last) to this one, infinite at the first. change: |state - before| / |state|, without readout."""
+def doubt(criterion, logits, earlier, state, before):
+    """How unsure the model still is at an exit point (...,), at least 0; below tau a token exits. logits (..., V) and
+    state (..., D) are those of this exit point, earlier and before those of the one before (earlier None: no such).
+    entropy: of the readout, in nats. margin: 1 - (p of the likeliest token - p of the second). kl: KL in nats from the
+    earlier readout to this one, infinite at the first. change: |state - before| / |state|, without readout."""
     if criterion == "change":
         return (state - before).norm(dim=-1) / state.norm(dim=-1)
     logp = logits.float().log_softmax(-1)
@@ -61,15 +62,15 @@ def doubt(criterion, logits, last, state, before):
     if criterion == "margin":
         top = logp.topk(2).values.exp()
         return 1 - (top[..., 0] - top[..., 1])
-    if criterion != "kl":
-        raise ValueError(f"criterion={criterion}: choose one of {', '.join(CRITERIA)}")
-    if last is None:
-        return torch.full(logp.shape[:-1], torch.inf, device=logp.device)
-    return expect(logp.exp(), logp - last.float().log_softmax(-1)).clamp(min=0)
+    if criterion == "kl":
+        if earlier is None:
+            return torch.full(logp.shape[:-1], torch.inf, device=logp.device)
+        return expect(logp.exp(), logp - earlier.float().log_softmax(-1)).clamp(min=0)
+    raise ValueError(f"criterion={criterion}: doubt has no such branch, it has {', '.join(CRITERIA)}")
 
 
 # --- exit ---
-class Test(NamedTuple):
+class ExitPoint(NamedTuple):
     """What a rule may look at, for b rows still in the loop: the exit point s (0 .. S - 2), the rows and their position
     (whole windows at once: (B, 1) and (T,)), readouts (b, V) here and at the exit point before (None: no such), states
     (b, D) behind and before the stage."""
@@ -77,18 +78,18 @@ class Test(NamedTuple):
     rows: torch.Tensor
     position: int | torch.Tensor
     logits: torch.Tensor | None
-    last: torch.Tensor | None
+    earlier: torch.Tensor | None
     state: torch.Tensor
     before: torch.Tensor
 
 
 class Rule(NamedTuple):
     reads: bool                                  # does the test look at logits? If so each test pays a readout
-    leave: Callable                              # Test -> which rows exit (b,), bool
+    leave: Callable                              # ExitPoint -> which rows exit (b,), bool
 
 
 def exit_below(criterion, tau):
-    return Rule(CRITERIA[criterion], lambda t: doubt(criterion, t.logits, t.last, t.state, t.before) < tau)
+    return Rule(CRITERIA[criterion], lambda t: doubt(criterion, t.logits, t.earlier, t.state, t.before) < tau)
 
 
 def exit_at(depth, reads=False):
@@ -192,12 +193,12 @@ def keys_values(attn, x, table):
     return rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)
 
 
-def fill(model, s, e, h, context, keys):
-    """What later tokens find where rows that exit at s did not go: keys is copy or reuse."""
+def fill(model, s, e, h, context, kv):
+    """What later tokens find where rows that exit at s did not go: kv is copy or reuse."""
     cfg, (table, _, cache, _) = model.cfg, context
     now = slice(cache.length, cache.length + 1)
     rows = slice(None) if cache.rows is None else cache.rows
-    if keys == "reuse":
+    if kv == "reuse":
         cache.skip(s, [c[s][:, rows, :, now] for c in cache.loop])
     elif cfg.n_loop > 1:                         # the state and the weights are the same in all skipped passes
         x = norm(entering(model, s + 1, e, h))
@@ -210,7 +211,7 @@ def fill(model, s, e, h, context, keys):
                 store[rows, :, now] = new
 
 
-def step(model, tokens, cache, rule=None, keys="reuse"):
+def step(model, tokens, cache, rule=None, kv="reuse"):
     """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
     row that exits is taken out of all that follows; without a rule none is tested."""
     S, device = n_stages(model.cfg), tokens.device
@@ -218,7 +219,7 @@ def step(model, tokens, cache, rule=None, keys="reuse"):
     rows, depth = torch.arange(len(tokens), device=device), torch.full((len(tokens),), S, device=device)
     cache.only(rows)
     e = h = state = begin(model, tokens[:, None], context)
-    result = last = None
+    result = earlier = None
     for s in range(S):
         before, (h, state) = state, advance(model, s, e, h, context)
         if rule is None:
@@ -228,7 +229,7 @@ def step(model, tokens, cache, rule=None, keys="reuse"):
         if s == S - 1:
             leave = torch.ones_like(rows, dtype=torch.bool)
         else:
-            leave = rule.leave(Test(s, rows, cache.length, logits, last, state[:, 0], before[:, 0]))
+            leave = rule.leave(ExitPoint(s, rows, cache.length, logits, earlier, state[:, 0], before[:, 0]))
         if leave.any():
             gone = rows[leave]
             cache.only(gone)
@@ -236,13 +237,13 @@ def step(model, tokens, cache, rule=None, keys="reuse"):
             result = out.new_empty(len(tokens), out.size(-1)) if result is None else result
             result[gone], depth[gone] = out, s + 1
             if s < S - 1:
-                fill(model, s, e[leave], h[leave], context, keys)
+                fill(model, s, e[leave], h[leave], context, kv)
             rows = rows[~leave]
             if not len(rows):
                 break
             cache.only(rows)
             e, h, state, logits = (None if x is None else x[~leave] for x in (e, h, state, logits))
-        last = logits
+        earlier = logits
     cache.length += 1
     return result, depth
 # --- end exit ---
@@ -262,14 +263,14 @@ def costs(cfg):
             "stages": n_stages(cfg), "looped": looped}
 
 
-def saved(c, depth, tests, keys="reuse"):
+def saved(c, depth, tests, kv="reuse"):
     """Share of the FLOPs of the full model that tokens exiting at depth (N,) save, three ways. layers: as the paper
     counts, the blocks alone. head: with the one readout that every token needs. charged: also every test's readout
     (tests: does a test need one?) and the projections of copy."""
     depth = depth.double()
     skipped = c["stages"] - depth
     extra = (depth - 1) * c["readout"] if tests else torch.zeros_like(depth)
-    if keys == "copy":
+    if kv == "copy":
         extra = extra + c["copy"] * ((skipped > 0) if c["looped"] else skipped)
     less = skipped * c["stage"]
     return {"layers": (less.mean() / (c["full"] - c["readout"])).item(), "head": (less.mean() / c["full"]).item(),
@@ -278,11 +279,11 @@ def saved(c, depth, tests, keys="reuse"):
 
 # --- as generation works ---
 @torch.inference_mode()
-def score_by_step(model, x, y, rule=None, keys="reuse"):
+def score_by_step(model, x, y, rule=None, kv="reuse"):
     """Nats (B, T) and depths (B, T) of windows x with targets y (B, T), one position at a time."""
     cache, nats, depths = RowCache(model, len(x)), [], []
     for t in range(x.size(1)):
-        logits, depth = step(model, x[:, t], cache, rule, keys)
+        logits, depth = step(model, x[:, t], cache, rule, kv)
         nats.append(F.cross_entropy(logits.float(), y[:, t], reduction="none"))
         depths.append(depth)
     return torch.stack(nats, 1), torch.stack(depths, 1)
@@ -301,7 +302,7 @@ class Merged:
 
 
 @torch.inference_mode()
-def score_at_once(model, x, y, rule, keys="reuse"):
+def score_at_once(model, x, y, rule, kv="reuse"):
     """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
     It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
     would see the state each of them leaves with, later in this order."""
@@ -312,10 +313,10 @@ def score_at_once(model, x, y, rule, keys="reuse"):
     nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
     rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
     e = h = state = begin(model, x, context)
-    last = None
+    earlier = None
     for s in range(S):
         cache.active = active[:, None, :, None]
-        if s and cfg.n_loop > 1 and keys == "reuse":
+        if s and cfg.n_loop > 1 and kv == "reuse":
             for slot in range(cfg.n_prelude + s * cfg.n_recur, cfg.n_prelude + (s + 1) * cfg.n_recur):
                 cache.pairs[slot] = cache.pairs[slot - cfg.n_recur]
         elif s:
@@ -326,17 +327,17 @@ def score_at_once(model, x, y, rule, keys="reuse"):
         h, state = (torch.where(active[..., None], a, b) for a, b in ((new, h), (read_out, state)))
         logits, leave = read(model, s, state, context) if rule.reads and s < S - 1 else None, active
         if s < S - 1:
-            leave = active & rule.leave(Test(s, rows, positions, logits, last, state, before))
+            leave = active & rule.leave(ExitPoint(s, rows, positions, logits, earlier, state, before))
         if leave.any():
             out = read(model, s, state[leave][None], context)[0] if logits is None else logits[leave]
             nats[leave] = F.cross_entropy(out.float(), y[leave], reduction="none")
             depth[leave] = s + 1
-        active, last = active & ~leave, logits
+        active, earlier = active & ~leave, logits
     return nats, depth
 
 
 @torch.inference_mode()
-def generate(model, prompts, n_new, rule=None, keys="reuse", temperature=0.0, top_k=None, seed=0):
+def generate(model, prompts, n_new, rule=None, kv="reuse", temperature=0.0, top_k=None, seed=0):
     """Continue prompts, lists of ids of any length, by n_new tokens each: lists of all ids and of the depths of all but
     the last. Row i draws from its own generator, seeded seed + i, so its answer does not depend on the others."""
     device, lengths = model.table.device, [len(p) for p in prompts]
@@ -346,7 +347,7 @@ def generate(model, prompts, n_new, rule=None, keys="reuse", temperature=0.0, to
     cache = RowCache(model, len(prompts))
     for t in range(max(lengths) + n_new - 1):
         column = torch.tensor([row[min(t, len(row) - 1)] for row in rows], device=device)
-        logits, depth = step(model, column, cache, rule, keys)
+        logits, depth = step(model, column, cache, rule, kv)
         for i, row in enumerate(rows):
             if t < lengths[i] + n_new - 1:       # a shorter row is done before the others
                 depths[i].append(int(depth[i]))

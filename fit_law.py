@@ -17,6 +17,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import sys
 
 import numpy as np
@@ -85,6 +86,12 @@ def wrote(path):
 
 def cmd_fit(args):
     runs = load_runs(args.runs, args.convention)
+    if args.budgets:
+        near = np.abs(np.log(runs["budget"][:, None] / args.budgets)) < np.log(SAME_BUDGET)   # (n, budgets asked for)
+        if not near.any(0).all():
+            stop(f"--budgets={args.budgets[int(near.any(0).argmin())]:g}: {args.runs} has "
+                 f"{', '.join(f'{b:g}' for b in np.unique(runs['budget']))}")
+        runs = select(runs, near.any(1))
     check_fittable(runs, args.runs, args.form)
     if args.plot and args.form != "power":
         stop(f"--plot draws r^phi and --form={args.form} has none: use --form=power")
@@ -341,8 +348,8 @@ def cmd_allocate(args):
     cost = args.flops * 10 ** brentq(lambda x: best(1, table, args.flops * 10 ** x)[0] - looped[0], -3, 3)
     plain = best(1, table, cost)
     if widths[-1] in (looped[1], plain[1]):
-        stop(f"--flops={args.flops:g}: the best width is beyond {widths[-1]}, too far from the runs of {args.runs}; take "
-             "a smaller budget")
+        stop(f"--flops={args.flops:g}: the best width is beyond {widths[-1]}, too far from the runs of {args.runs}; "
+             "take a smaller budget")
     print(f"law of {os.path.relpath(args.runs)}: phi {fit['phi']:.4f}, convention {args.convention}")
     for r, flops, (loss, d, n, tokens) in ((args.n_loop, args.flops, looped), (1, cost, plain)):
         print(f"r={r}: {flops:.3g} FLOPs reach {loss:.4f} nats with n_embd {d:.0f} (N {n:.3g}) on {tokens:.3g} tokens")
@@ -364,13 +371,13 @@ def positive(kind):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The joint scaling law of looped models; without a command, that of "
-                                     "the published runs. The top of this file has examples.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="The joint scaling law of looped models; without "
+                                     "a command, that of the published runs. The top of this file has examples.")
     parser.error = misused
     commands = parser.add_subparsers(required=True)
 
     def command(function, text):
-        sub = commands.add_parser(function.__name__[4:], help=text, description=text)
+        sub = commands.add_parser(function.__name__[4:], help=text, description=text, allow_abbrev=False)
         sub.set_defaults(function=function)
         sub.error = misused
         return sub.add_argument
@@ -398,6 +405,7 @@ def main():
     add = command(cmd_fit, "fit the joint law, with intervals")
     add("runs", **table)
     add("--convention", **convention)
+    add("--budgets", type=positive(float), nargs="+", help="only the runs at these training FLOPs (default: all)")
     add("--form", choices=FORMS, default="power", help="recurrence term: power is r^phi, none phi = 0, full phi = 1, "
         "free a multiplier for each r (default power)")
     add("--compare", action="store_true", help="rank all forms by their error on held-out budgets and r")
@@ -435,8 +443,14 @@ def main():
         cmd_published()
     else:
         args = parser.parse_args()
+        for flag in ("json", "plot", "table"):
+            path = getattr(args, flag, None)
+            if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):  # before the work, not after it
+                stop(f"--{flag}={path}: no such folder; give a file in a folder that exists")
         args.function(args)
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)      # `| head` ends the program, without a traceback
     main()

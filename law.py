@@ -229,6 +229,7 @@ def worth(runs, form, theta):
     """Rows (r, N/N0, m(r) (S,), N_eff/N0 (S,)) at equal width, where N0 belongs to the smallest r, normally 1."""
     loops = np.unique(runs["n_loop"])
     multiplier = recurrence(form, loops, [column[:, None] for column in theta.T[5:]])[0]
+    multiplier = np.broadcast_to(multiplier, (len(theta), len(loops)))  # a form without parameters has one row
     size = {(r, d): np.array(n) for r, d, *n in zip(*(runs[k] for k in ("n_loop", "n_embd", "n_once", "n_rec")))}
     table = []
     for k, r in enumerate(loops):

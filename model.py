@@ -295,7 +295,7 @@ class LoopedLM(nn.Module):
 
     # Hyperconnections, two lanes: u = sum_j read_kj lane_j; s = norm(blocks(u)); lane_i = sum_j mix_kij lane_j +
     # write_ki s; H_k is the sum of the lanes. As initialised both lanes are equal and this is the residual loop
-    # h = h + norm(blocks(h)). Passes beyond those trained begin the scalars anew.
+    # h = h + norm(blocks(h)). Passes beyond n_loop begin the scalars anew.
     def read_lanes(self, lanes, k):
         weight = self.lanes["read"][k % self.cfg.n_loop]                           # (LANES,)
         return (weight.view(-1, 1, 1, 1) * lanes).sum(0)

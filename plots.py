@@ -76,6 +76,8 @@ def plot_law(runs, fit, draws, result, path):
     residual_axis.axhline(0, color="gray", lw=1)
     residual_axis.set(xscale="log", xlabel="training FLOPs", ylabel="actual - predicted (nats)",
                       title=f"What the law misses: RMSE {fit['rmse']:.4f} nats, R2 {fit['r2']:.4f}")
+    residual_axis.set_xticks(budgets, [f"{b:.3g}" for b in budgets])
+    residual_axis.minorticks_off()
     residual_axis.legend(fontsize=8)
 
     fine = np.geomspace(loops[0], loops[-1], 50)
@@ -193,9 +195,9 @@ def plot_frontier(results, path):
                 ax.plot(100 * r["oracle"]["saved"][way], r["oracle"]["lost"]["nats"], "*", color="C4", ms=13,
                         label="oracle")
                 if way == "charged":
-                    for (keys, found), style in zip(r["policies"].items(), ("v-", "D-")):
+                    for (kv, found), style in zip(r["policies"].items(), ("v-", "D-")):
                         ax.plot([100 * p["saved"][way] for p in found], [p["lost"]["nats"] for p in found], style,
-                                color={"copy": "C2", "reuse": "C5"}[keys], label=f"exits, {keys} (as generated)")
+                                color={"copy": "C2", "reuse": "C5"}[kv], label=f"exits, {kv} (as generated)")
     conv.set(xlabel="effective layer", ylabel="Jensen-Shannon divergence, 0 to 1", ylim=(0, 1),
              title="predictions settle with depth")
     conv.axhline(0.5, color="0.7", lw=1, ls=":")

@@ -30,12 +30,12 @@ import torch
 import torch.nn.functional as F
 
 from data.load import ROOT, even_windows, open_data
-from data.prepare import check_writable, load_tokenizer, misused, stop, token_bytes, write_atomic
+from data.prepare import check_writable, load_tokenizer, misused, read_json, stop, token_bytes, write_atomic
 from flags import PRESETS, duration, parse
 from model import Config, LoopedLM
 from ops import norm
 from plots import plot_readout
-from train import data_of, load_model, pick_device, progress
+from train import check_same_run, data_of, load_model, pick_device, progress
 
 CELLS = {
     "terminal-norm": "--loss=terminal --readout=norm",
@@ -264,6 +264,10 @@ def plan(a):
 
 def train_all(runs, jobs):
     """Run what is not finished, jobs processes at a time; returns when all are."""
+    for folder, line in runs.values():
+        if (folder / "config.json").is_file():   # finished or not, it has to be the run that is asked for
+            saved = read_json(folder / "config.json")
+            check_same_run(parse(shlex.split(line))[1], saved, saved["data_sha256"], folder, False)
     todo = [(folder, line) for folder, line in runs.values() if not (folder / "summary.json").is_file()]
     running, done, begun = [], 0, time.time()
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)

@@ -5,6 +5,7 @@ its parameters by a convention. The commands are fit_law.py's `plan` and `collec
 import csv
 import json
 import os
+import re
 import shlex
 import sys
 from itertools import product
@@ -49,6 +50,9 @@ def cmd_plan(args):
     if args.preset == "trick" and not args.flags:
         stop("--preset=trick: name the trick, such as --flags='--inject=hyper' --name=hyper; the loop without it is "
              "--preset=pocket")
+    ours = re.findall(r"--(?:n_embd|n_recur|n_loop|seed|max_flops|out_dir)\b", args.flags)
+    if ours:
+        stop(f"--flags: {ours[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
     speed = args.speed or grid["speed"]
     for budget in args.budgets or grid["widths"]:
         if not args.widths and budget not in grid["widths"]:
@@ -80,7 +84,11 @@ SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "
 def cmd_collect(args):
     """The summary.json files of finished runs as one table, to stdout."""
     rows = []
-    for folder in filter(os.path.isdir, args.folders):
+    for folder in args.folders:
+        if not os.path.exists(folder):
+            print(f"skipped {folder}: no such folder", file=sys.stderr)
+        if not os.path.isdir(folder):
+            continue
         path = os.path.join(folder, "summary.json")
         try:
             with open(path, encoding="utf-8") as f:

@@ -178,11 +178,12 @@ def data_of(state):
 def check_same_run(given, saved, data_sha256, where, resume):
     """A run goes on with the flags and data it began with: what says otherwise is an error, not silently dropped."""
     if saved["data_sha256"] != data_sha256:
-        stop(f"--data: not the corpus that {where} was trained on; choose another --out_dir")
+        stop(f"--data or --vocab_size: not the corpus that {where} was trained on; choose another --out_dir")
     for name, value in given.items():
         may_differ = name in FREE or (resume and name in EXTENDABLE)
         if not may_differ and saved["args"].get(name, value) != value:
-            stop(f"--{name}={value} contradicts {where}, begun with {name}={saved['args'][name]}: drop the flag, "
+            value, begun = (f"{v:g}" if isinstance(v, float) else v for v in (value, saved["args"][name]))
+            stop(f"--{name}={value} contradicts {where}, begun with {name}={begun}: drop the flag, "
                  + ("add --resume, " if name in EXTENDABLE else "") + "or choose another --out_dir")
 
 
@@ -255,8 +256,11 @@ def train(args, given):
     if summary.is_file() and not args.resume:
         check_same_run(given, read_json(out / "config.json"), data_sha256, out, False)
         if master:
-            print(f"{out} is complete (val {read_json(summary)['val_bpb']:.4f} bits/byte): nothing to do; "
-                  f"--resume with a longer horizon goes on, another --out_dir starts anew")
+            saved = read_json(out / "config.json")["args"]
+            other = [f"{k}={v}" for k, v in saved.items() if k not in FREE and getattr(args, k, v) != v]
+            print(f"{out} is complete (val {read_json(summary)['val_bpb']:.4f} bits/byte"
+                  + f"; begun with {', '.join(other)}" * bool(other) + "): nothing to do; --resume with a longer "
+                  "horizon goes on, another --out_dir starts anew")
         return
     state = None
     if ckpt_path.is_file():
@@ -288,6 +292,9 @@ def train(args, given):
         keep_freed_memory()
     encoding = load_tokenizer(folder)
     lengths = token_bytes(encoding)
+    for name in ("n_active", "balance"):
+        if name in given and not args.n_expert:
+            stop(f"--{name} is for a layer of experts: give --n_expert as well, or drop it")
     cfg = config_of(args, meta["vocab_size"])
     max_steps, F = steps_of(args, cfg), flops_of(args, cfg)
     tokens_per_step = args.batch_size * args.grad_accum * cfg.block_size

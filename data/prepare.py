@@ -265,7 +265,8 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=["sotu", *HUB], default="sotu", help="corpus (default: sotu)")
     parser.add_argument("--input", nargs="+", metavar="FILE", default=[], help="your own UTF-8 text instead")
     parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe",

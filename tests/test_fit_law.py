@@ -608,12 +608,20 @@ RESULTS = os.path.join(F.HERE, "results")
 
 
 def test_committed_sweep_gives_the_committed_numbers(cli, tmp_path):
-    done = cli("fit", f"{RESULTS}/pocket_runs.csv", f"--json={tmp_path / 'law.json'}")
+    done = cli("fit", f"{RESULTS}/pocket_runs.csv", "--budgets", "1.5e12", "3.8e12", "9.6e12", "2.4e13",
+               f"--json={tmp_path / 'law.json'}")
     assert done.returncode == 0, done.stderr
     committed, again = (json.load(open(path)) for path in (f"{RESULTS}/pocket.json", tmp_path / "law.json"))
     for key in ("phi", "alpha", "beta", "E", "rmse"):
         assert again[key] == pytest.approx(committed[key], rel=1e-3)
     assert again["phi_ci"] == pytest.approx(committed["phi_ci"], abs=2e-3) and again["n"] == committed["n"]
+
+
+@pytest.mark.parametrize("form, worth", [("none", 0.415), ("full", 1.06)])
+def test_forms_without_a_parameter_are_printed_too(form, worth, cli):
+    done = cli("fit", f"{RESULTS}/pocket_runs.csv", f"--form={form}", "--resamples=20")
+    assert done.returncode == 0, done.stderr
+    assert f"N_eff/N(r=1) {worth} [{worth}, {worth}]" in done.stdout
 
 
 def test_committed_scoreboard_comes_out_again(cli, tmp_path):
@@ -657,7 +665,8 @@ def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, 
     (["allocate", "--flops=1e18"], "--n_loop"), (["allocate", "--flops=1e27", "--n_loop=4"], "--flops=1e+27"),
     (["fit", F.PUBLISHED, "--json=no/where.json"], "--json=no/where.json"), (["guess"], "guess"),
     (["compare", F.PUBLISHED], "-h lists the flags"),
-    (["plan", "--preset=trick"], "--flags"),
+    (["plan", "--preset=trick"], "--flags"), (["plan", "--flags=--seed=7"], "--seed differs"),
+    (["fit", F.PUBLISHED, "--budgets", "3e3"], "--budgets=3000"), (["fit", F.PUBLISHED, "--conv=page"], "--conv=page"),
     (["compare", F.PUBLISHED, os.path.join(F.HERE, "results", "trick_runs.csv")], "isodepth_runs.csv has no run")])
 def test_bad_flags(flags, said, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -212,6 +212,10 @@ def test_the_study_end_to_end_and_again(corpus, tmp_path, monkeypatch, capsys):
     again = json.loads((tmp_path / "readout.json").read_text())
     assert "2 of them finished before" in capsys.readouterr().out
     assert [r["ce"] for r in first] == [r["ce"] for r in again]
+    monkeypatch.setattr(R, "LAPTOP", R.LAPTOP.replace("--max_steps=6", "--max_steps=7"))     # now another study
+    with pytest.raises(SystemExit):
+        R.main(flags)
+    assert "--max_steps=7 contradicts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, says", [

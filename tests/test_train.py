@@ -60,7 +60,7 @@ def interrupt_at(monkeypatch, step):
 
 # --- a whole run ---
 def test_a_run_leaves_a_complete_folder(tiny, tmp_path):
-    train(tiny("--loss=per_loop", "--norm_penalty=0.01"))
+    train(tiny("--loss=per_loop", "--norm_penalty=0.01", "--loop_norm=false"))
     out = tmp_path / "run"
     assert {p.name for p in out.iterdir()} == {"config.json", "metrics.csv", "ckpt.pt", "loss.png", "sample.txt",
                                                "summary.json"}
@@ -149,6 +149,8 @@ def test_contradicting_flags_are_an_error(tiny, tmp_path, capsys):
             train(flags)
         assert e.value.code == 2 and "contradicts" in capsys.readouterr().err
     assert (tmp_path / "run" / "ckpt.pt").read_bytes() == before
+    train([f for f in tiny() if not f.startswith("--batch_size")])                 # a flag less is no contradiction
+    assert "begun with batch_size=4" in capsys.readouterr().out
 
 
 # --- evaluation ---
@@ -164,7 +166,7 @@ def test_evaluation_is_deterministic_and_independent_of_batch_size(tiny, tmp_pat
 
 def test_evaluation_equals_a_plain_sum_over_tokens(tiny, tmp_path):
     """Nats per token and bits per byte by hand, one window at a time; the reported loss carries no penalty."""
-    train(tiny("--loss=per_loop", "--norm_penalty=1"))
+    train(tiny("--loss=per_loop", "--norm_penalty=1", "--loop_norm=false"))
     model, _ = T.load_model(tmp_path / "run")
     folder, meta = T.open_data(T.parse(tiny())[0])
     encoding, ids = T.load_tokenizer(folder), np.fromfile(folder / "val.bin", dtype="uint16").astype(int)
@@ -483,7 +485,7 @@ def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
     "--learning_rate=0.02", "--embed_lr=1", "--weight_decay=1", "--beta2=0.5", "--grad_clip=0.01", "--schedule=linear",
     "--schedule=wsd", "--schedule=constant", "--warmup_steps=0", "--final_lr=0.5", "--max_steps=30", "--dtype=bfloat16"])
 def test_every_flag_that_shapes_training_changes_it(tiny, tmp_path, flag, trained_once):
-    base = ["--loop_norm=false", "--readout=norm"] if "readout" in flag else []
+    base = ["--loop_norm=false", "--readout=norm"] if "readout" in flag or "penalty" in flag else []
     if flag == "--readout=final":                          # differs from norm only where passes before the last are read
         base.append("--loss=per_loop")
     train(tiny(*base, "--warmup_steps=4", "--max_steps=12", "--eval_interval=0", flag))
@@ -534,7 +536,8 @@ def test_utilisation_is_printed_only_where_the_peak_is_known(tiny, capsys):
     (["--seed=-1"], "seed"), (["--threads=-1"], "threads"), (["--beta2=2"], "beta2"), (["--device=meta"], "meta"),
     (["--max_steps=0"], "no end"), (["--final_lr=2"], "final_lr"), (["--dtype=float16"], "bfloat16"),
     (["--vocab_size=77"], "300"), (["--learning_rate=nan"], "learning_rate"),
-    (["--n_embd=100"], "not a multiple of --head_dim=64"), (["--max_flops=10"], "less than one step"),
+    (["--bptt=1", "--inject=none"], "no gradient would reach"), (["--norm_penalty=0.1"], "--loop_norm=false"),
+    (["--n_active=2"], "--n_active"), (["--n_embd=100"], "not a multiple of --head_dim=64"), (["--max_flops=10"], "less than one step"),
     (["--max_tokens=2"], "lower --batch_size"), (["--nosuch=1"], "-h lists the flags")])
 def test_bad_flags(tiny, tmp_path, capsys, flags, says):
     base = [f for f in tiny() if f.split("=")[0] not in ("--head_dim", "--n_embd", "--max_steps")]
@@ -633,7 +636,7 @@ EFFECT = {  # flag: a value that must change the weights, the losses or what is 
     "seed": "7", "n_embd": "48", "n_head": "1", "head_dim": "32", "block_size": "16", "n_prelude": "2", "n_recur": "2",
     "n_coda": "0", "n_loop": "2", "inject": "none", "loop_norm": "false", "readout": "raw", "n_expert": "4",
     "n_active": "1 --n_expert=4", "balance": "bias --n_expert=4", "tied": "true", "mup_base": "16",
-    "loss": "per_loop", "norm_penalty": "1", "bptt": "1", "sample_loops": "true",
+    "loss": "per_loop", "norm_penalty": "1 --loop_norm=false", "bptt": "1", "sample_loops": "true",
     "batch_size": "2", "grad_accum": "2", "max_tokens": "512 --max_steps=0", "max_flops": "1e9 --max_steps=0",
     "max_steps": "4", "optimizer": "adamw", "learning_rate": "0.1", "embed_lr": "1", "weight_decay": "5",
     "beta2": "0.5", "grad_clip": "0.01", "schedule": "constant", "warmup_steps": "0", "final_lr": "0.5",
