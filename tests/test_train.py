@@ -304,7 +304,7 @@ def test_muon_in_batches_is_torchs_muon(monkeypatch):
         if step == 1:                                      # checkpoints are interchangeable
             mine.load_state_dict(copy.deepcopy(reference.state_dict()))
     assert torch.equal(ours[-1], start[-1])
-    for p, q, p0 in zip(ours, theirs, start):              # bit-equal on the machine this was written on
+    for p, q, p0 in zip(ours, theirs, start):              # equal, or a bfloat16 rounding apart
         assert (p - q).abs().max() <= 0.02 * (q - p0).abs().max()
 
 
