@@ -203,7 +203,7 @@ def flops_of(args, cfg):
 
 
 def list_presets():
-    """Estimates: 1.65e11 FLOP/s for two CPU cores with bf16, 2e14 for one current GPU."""
+    """Estimates: 1.9e11 FLOP/s for two CPU cores with bf16, 2e14 for one current GPU."""
     print(f"{'preset':18s} {'parameters':>11s} {'unique N':>9s} {'depth':>5s} {'FLOPs/token':>11s} {'tokens':>8s} "
           f"{'FLOPs':>8s} {'2 cores':>9s} {'1 GPU':>9s}")
     for name in PRESETS:
@@ -213,7 +213,7 @@ def list_presets():
         n, F = cfg.param_counts(), flops_of(args, cfg)
         tokens = steps_of(args, cfg) * args.batch_size * args.grad_accum * cfg.block_size
         print(f"{name:18s} {sum(n.values()) / 1e6:10.1f}M {(n['once'] + n['recurrent'] + n['injection']) / 1e6:8.1f}M "
-              f"{cfg.depth():5d} {F:11.2e} {tokens:8.1e} {F * tokens:8.1e} {duration(F * tokens / 1.65e11):>9s} "
+              f"{cfg.depth():5d} {F:11.2e} {tokens:8.1e} {F * tokens:8.1e} {duration(F * tokens / 1.9e11):>9s} "
               f"{duration(F * tokens / 2e14):>9s}")
 
 

@@ -1,7 +1,7 @@
 """
 Train one looped language model of any variant.
 
-    python train.py                                              # pocket preset, real English, 2 CPU cores: 3:15
+    python train.py                                              # pocket preset, real English, 2 CPU cores: 2:49
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
     python train.py --preset=isodepth-r4 --n_embd=640 --data=fineweb-edu-32000 --max_flops=1e18   # one GPU
     torchrun --standalone --nproc_per_node=8 train.py --preset=...                              # several GPUs
