@@ -243,7 +243,7 @@ def study(name, model, folder, meta, a):
                  False)
     for kv in kinds:
         result["policies"][kv] = policy(model, c, boot, x, y, test, points, a.criterion, kv, a.batch_size, say,
-                                          bytes_per_token)
+                                        bytes_per_token)
     return result
 
 

@@ -537,7 +537,8 @@ def test_utilisation_is_printed_only_where_the_peak_is_known(tiny, capsys):
     (["--max_steps=0"], "no end"), (["--final_lr=2"], "final_lr"), (["--dtype=float16"], "bfloat16"),
     (["--vocab_size=77"], "300"), (["--learning_rate=nan"], "learning_rate"),
     (["--bptt=1", "--inject=none"], "no gradient would reach"), (["--norm_penalty=0.1"], "--loop_norm=false"),
-    (["--n_active=2"], "--n_active"), (["--n_embd=100"], "not a multiple of --head_dim=64"), (["--max_flops=10"], "less than one step"),
+    (["--n_active=2"], "--n_active"), (["--n_embd=100"], "not a multiple of --head_dim=64"),
+    (["--max_flops=10"], "less than one step"),
     (["--max_tokens=2"], "lower --batch_size"), (["--nosuch=1"], "-h lists the flags")])
 def test_bad_flags(tiny, tmp_path, capsys, flags, says):
     base = [f for f in tiny() if f.split("=")[0] not in ("--head_dim", "--n_embd", "--max_steps")]
