@@ -26,12 +26,14 @@ from pathlib import Path
 import torch
 
 import moe
-from data.prepare import misused, stop
-from flags import config_of, flops_of, parse
-from model import LoopedLM, SwiGLU
-from ops import Linear
-from optim import make_optimizers
-from train import clip_and_measure, keep_freed_memory, peak_flops, pick_device, pick_dtype
+from lib.console import misused, stop
+from lib.flags import config_of, flops_of, parse
+from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
+from lib.ops import Linear
+from lib.optim import make_optimizers
+from lib.tricks import model_class
+from model import SwiGLU
+from train import clip_and_measure
 
 
 # --- contenders: each returns (measure, tokens per measurement, FLOPs per token or None) ---
@@ -42,11 +44,11 @@ def ours(spec):
     if device == "cpu":
         keep_freed_memory()
     torch.manual_seed(0)
-    model = LoopedLM(cfg).to(device)
+    model = model_class(args.trick, args.trick_args)(cfg).to(device)
     if spec["what"] == "decode":
         prompt = torch.zeros(1, 1, dtype=torch.long, device=device)
         n = cfg.block_size - 1
-        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, cfg.flops_per_token(train=False)
+        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, model.flops_per_token(cfg, train=False)
     if args.compile if args.compile is not None else device == "cuda":
         model.compile_blocks()
     optimizers = make_optimizers(model, args)
@@ -260,7 +262,7 @@ def main():
         if a.hf_gpt2 and what == "decode":
             contenders.append({**base, "kind": "hf_gpt2", "name": "transformers GPT-2, cached"})
         rows += compare(contenders, max(3, a.rounds // 3) if what == "decode" else a.rounds)
-    peak = peak_flops(args, pick_device(args.device))
+    peak = peak_flops(args.peak_tflops, pick_device(args.device))
     print(f"{'':6s} {'median':>9s} {'tokens/s':>9s} {'GFLOP/s':>8s} {'MFU':>6s} {'ratio (quartiles)':>20s} "
           f"{'peak MB':>8s}")
     for r in rows:

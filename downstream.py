@@ -31,11 +31,15 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.prepare import EOT, check_writable, load_tokenizer, misused, stop, token_bytes, write_atomic
+from data.prepare import EOT, load_tokenizer, token_bytes
+from lib.checkpoint import data_of, load_model, run_folder
+from lib.console import misused, stop
+from lib.files import check_writable, write_atomic
+from lib.machine import keep_freed_memory, pick_device
+from lib.plots import plot_tasks
+from lib.tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, made_here, missing
 from model import KVCache
-from plots import plot_tasks
-from tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, made_here, missing
-from train import data_of, evaluate, keep_freed_memory, load_model, pick_device, run_folder
+from train import evaluate
 
 
 # --- scoring ---
@@ -330,6 +334,7 @@ def parse(argv=None):
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    parser.add_argument("--trick", default="", help="file of the runs' trick, if it is outside tricks/")
     parser.add_argument("--out_dir", default="",
                         help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
@@ -372,7 +377,7 @@ def main(argv=None):
         torch.set_num_threads(a.threads)
     if device == "cpu":
         keep_freed_memory()
-    loaded = [load_model(ckpt, device) for ckpt in a.ckpt]                         # all of them before any work
+    loaded = [load_model(ckpt, device, a.trick) for ckpt in a.ckpt]                         # all of them before any work
     corpora = [data_of(state) for _, state in loaded]
     out = Path(a.out_dir or ("out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])))
     target = Path(a.json) if a.json else out / "downstream.json"

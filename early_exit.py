@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +26,39 @@ import torch
 import torch.nn.functional as F
 
 from data.load import even_starts, read_windows
-from data.prepare import check_writable, load_tokenizer, misused, stop, token_bytes, write_atomic
-from exits import (CRITERIA, RowCache, advance, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
-                   saved, score_at_once, score_by_step, step)
-from flags import duration
+from data.prepare import load_tokenizer, token_bytes
+from exits import (CRITERIA, RowCache, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read, saved,
+                   score_at_once, score_by_step, step)
+from lib.checkpoint import data_of, load_model, run_folder
+from lib.console import duration, misused, progress, stop
+from lib.files import check_writable, write_atomic
+from lib.machine import pick_device
+from lib.ops import norm
+from lib.plots import plot_frontier
 from model import KVCache
-from plots import plot_frontier
-from train import data_of, load_model, pick_device, progress, run_folder
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
 
 
 # --- teacher forcing: every exit point of every token at once ---
+def layer_states(model, idx, context):
+    """What would be read after every effective layer but the coda's if the loop ended there, and what enters the first
+    stage: tokens idx (B, T) to (e, [state (B, T, D), ...])."""
+    cfg, x, seen = model.cfg, model.embed(idx), []
+    first = x
+    for i, block in enumerate(model.prelude):
+        x = block(x, context, i)
+        seen.append(norm(x) if cfg.loop_norm else x)
+    e, h = x, model.start(x)
+    for k in range(cfg.n_loop):
+        x = model.combine(e, h, k)
+        for i in range(cfg.n_recur):
+            x = model.layer(x, i, k, context)
+            seen.append(model.read(model.finish(h, x, k)))
+        h = model.finish(h, x, k)
+    return e if cfg.n_loop > 1 else first, seen
+
+
 @torch.no_grad()
 def observe(model, batches, say=lambda i: None):
     """Per token, keys and values of the full depth: "ce" (S, N) nats at each exit point, "agree" (S, N) whether its
@@ -44,11 +66,9 @@ def observe(model, batches, say=lambda i: None):
     tokens below 0.5 and nats behind every effective layer but the coda's, whose last is the final readout."""
     cfg, S, found = model.cfg, n_stages(model.cfg), []
     for i, (x, y) in enumerate(batches):
-        context, seen, states = model.context(x, cfg.n_loop, None), [], []
-        e = h = begin(model, x, context, seen)
-        for s in range(S):
-            h, state = advance(model, s, e, h, context, seen)
-            states.append(state)
+        context = model.context(x, cfg.n_loop, None)
+        e, seen = layer_states(model, x, context)
+        states = [state for layer, state in enumerate(seen) if is_boundary(cfg, layer)]
         final = read(model, S - 1, states[-1], context).float().log_softmax(-1)
         out = {"ce": [], "agree": [], "layers": [], **{name: [] for name in CRITERIA}}
         earlier, before = None, e
@@ -152,13 +172,13 @@ def dealt(c, depth, tests, way, kv):
 def row(c, boot, depth, nats, ce, random, tests, way, kv, bytes_per_token):
     """One point of a frontier: what depth (N,) saves, what nats (N,) lose, and both baselines at the same saving."""
     saving = saved(c, depth, tests, kv)
-    fixed = [saved(c, torch.tensor([d]), False)[way] for d in range(1, c["stages"] + 1)]
+    fixed = [saved(c, torch.tensor([d]), False)[way] for d in range(1, c.stages + 1)]
     mean = nats.double().mean().item()
     return {"saved": saving, "depth": depth.double().mean().item(), "nats": mean, "ppl": math.exp(mean),
             "bpb": mean / math.log(2) / bytes_per_token, "lost": boot(nats - ce[-1]),
             "random": boot(random - ce[-1]), "fixed": boot(fixed_at(fixed, ce, saving[way]) - ce[-1]),
             "vs_random": boot(nats - random), "vs_fixed": boot(nats - fixed_at(fixed, ce, saving[way])),
-            "exits": (depth < c["stages"]).double().mean().item()}
+            "exits": (depth < c.stages).double().mean().item()}
 
 
 def frontier(c, boot, calibration, test, criterion, way, bytes_per_token):
@@ -197,7 +217,7 @@ def policy(model, c, boot, x, y, test, points, criterion, kv, batch_size, say, b
         nats, depth = run(lambda s: exit_below(criterion, p["tau"]), f"{kv}, tau {p['tau']:.3g}")
         q = dealt(c, depth, tests, "charged", kv)
         shuffled = depth[torch.randperm(len(depth), generator=generator)]
-        chance = torch.where(torch.rand(len(depth), generator=generator) < q, shuffled, c["stages"]).view(x.shape)
+        chance = torch.where(torch.rand(len(depth), generator=generator) < q, shuffled, c.stages).view(x.shape)
         random, _ = run(lambda s: exit_at(chance[s].to(device)), f"{kv}, random exits")
         found.append({"target": p["target"], "tau": p["tau"], **row(
             c, boot, depth, nats, test["ce"], random, tests, "charged", kv, bytes_per_token)})
@@ -206,7 +226,7 @@ def policy(model, c, boot, x, y, test, points, criterion, kv, batch_size, say, b
 
 def study(name, model, folder, meta, a):
     """All numbers of one run, as plain Python."""
-    cfg, c, device = model.cfg, costs(model.cfg), model.table.device
+    cfg, c, device = model.cfg, costs(model), model.table.device
     lengths = token_bytes(load_tokenizer(folder))
     sets = {split: windows(folder, meta, split, a.tokens, cfg.block_size, lengths) for split in ("val", "test")}
     seen, B = {}, a.batch_size
@@ -220,7 +240,7 @@ def study(name, model, folder, meta, a):
     ways = {way: {k: frontier(c, boot, seen["val"], test, k, way, bytes_per_token) for k in CRITERIA}
             for way in ("layers", "charged")}
     first = test["agree"].int().argmax(0) + 1    # the last exit point always agrees with itself
-    result = {"run": name, "stages": c["stages"], "looped": c["looped"], "criterion": a.criterion, "costs": c,
+    result = {"run": name, "stages": c.stages, "looped": c.looped, "criterion": a.criterion, "costs": asdict(c),
               "tokens": x.numel(), "calibration_tokens": sets["val"][0].numel(), "unit": boot.unit,
               "units": boot.groups, "bytes_per_token": bytes_per_token,
               "layers": [{"layer": i + 1, "jsd": d, "below_half": share, "nats": nats, "boundary": is_boundary(cfg, i)}
@@ -231,7 +251,7 @@ def study(name, model, folder, meta, a):
               "oracle": row(c, boot, first, at_depth(test["ce"], first), test["ce"], test["ce"][-1], False, "charged",
                             "reuse", bytes_per_token),
               "frontier": ways, "policies": {}}
-    kinds = [k for k in a.kv if k != "full" and (k != "reuse" or c["looped"])]
+    kinds = [k for k in a.kv if k != "full" and (k != "reuse" or c.looped)]
     points = ways["charged"][a.criterion]
     jobs = len(kinds) * 2 * sum(p["tau"] is not None for p in points) * -(-len(x) // a.batch_size)
     begun, done = time.time(), 0
@@ -342,7 +362,7 @@ def compare(times, name, claim):
 
 def schedule(c, n, target, tests, kv="reuse"):
     """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
-    each = [saved(c, torch.tensor([d]), tests, kv)["charged"] for d in range(1, c["stages"] + 1)]
+    each = [saved(c, torch.tensor([d]), tests, kv)["charged"] for d in range(1, c.stages + 1)]
     if not each[-1] <= target <= each[0]:
         stop(f"--force_saved={100 * target:g}: this model can save from {each[-1]:.0%} to {each[0]:.0%} of its FLOPs")
     d = next(i for i in range(len(each) - 1) if each[i + 1] <= target)
@@ -353,7 +373,7 @@ def schedule(c, n, target, tests, kv="reuse"):
 
 def forced(model, a):
     """Times of schedules of exits that save the asked shares, tests computed as if they decided."""
-    c, tests, device = costs(model.cfg), CRITERIA[a.criterion], model.table.device
+    c, tests, device = costs(model), CRITERIA[a.criterion], model.table.device
     T, kv = model.cfg.block_size, a.kv[0]
     ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
     plans = {f"{share:g}%": schedule(c, T, share / 100, tests, kv) for share in a.force_saved}
@@ -376,7 +396,7 @@ def print_time(r):
 
 def talk(model, folder, a):
     """Generate from the prompts with exits, then time the same tokens with and without them."""
-    text, c, tests = load_tokenizer(folder), costs(model.cfg), CRITERIA[a.criterion]
+    text, c, tests = load_tokenizer(folder), costs(model), CRITERIA[a.criterion]
     prompts = [text.encode_ordinary(p) for p in a.prompt]
     for shown, ids in zip(a.prompt, prompts):
         if not ids:
@@ -388,10 +408,10 @@ def talk(model, folder, a):
     rows, depths = generate(model, prompts, min(a.max_new_tokens, room), rule, kv, a.temperature, a.top_k, a.seed)
     for ids, depth in zip(rows, depths):
         words = [text.decode([t]).replace("\n", "\\n") for t in ids[1:]]
-        print(f"\n{text.decode(ids)}\n\n{'passes' if c['looped'] else 'layers'} before each token: "
+        print(f"\n{text.decode(ids)}\n\n{'passes' if c.looped else 'layers'} before each token: "
               + " ".join(f"{w.strip()}/{d}" for w, d in zip(words, depth)))
         share = saved(c, torch.tensor(depth), tests, kv)
-        print(f"mean {sum(depth) / len(depth):.2f} of {c['stages']}; FLOPs saved: layers {share['layers']:.1%}, "
+        print(f"mean {sum(depth) / len(depth):.2f} of {c.stages}; FLOPs saved: layers {share['layers']:.1%}, "
               f"with head {share['head']:.1%}, with tests {share['charged']:.1%}")
         ids = torch.tensor(ids[:-1], device=model.table.device)
         times = race({"full depth": lambda: decode(model, ids, None, kv),
@@ -428,6 +448,7 @@ def parse(argv=None):
     add("--rounds", type=int, default=7, help="timed rounds, in turns (default: 7)")
     add("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    add("--trick", default="", help="file of the runs' trick, if it is outside tricks/")
     add("--out_dir", default="", help="folder for early_exit.png and .json (default: the run's; for several "
         "out/early_exit)")
     add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/early_exit.json")
@@ -456,12 +477,10 @@ def parse(argv=None):
 
 def open_run(path, a, device):
     """(name, model, data folder, its meta), or a sentence on what cannot exit."""
-    model, state = load_model(path, device)
+    model, state = load_model(path, device, a.trick)
     cfg = model.cfg
     if n_stages(cfg) < 2:
         stop(f"--ckpt={path}: one layer and no loop, so there is no place to exit; train with --n_loop=2 or more")
-    if cfg.inject == "hyper":
-        stop(f"--ckpt={path}: a loop with --inject=hyper carries lanes that the exits do not; take another injection")
     if cfg.n_loop == 1 and a.kv and "reuse" in a.kv:
         stop(f"--kv=reuse: {path} has no loop, so a skipped layer has no earlier pass to take from; use copy")
     return run_folder(path), model, *data_of(state)

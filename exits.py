@@ -2,13 +2,13 @@
 Early exits: a token leaves the loop as soon as its prediction is certain. This file is the mechanism: when to leave,
 what later tokens find in the cache, what it saves. early_exit.py is the study.
 
-Exit points are the loop boundaries, of an unlooped model its layers. A test takes the chosen doubt about the next
+Exit points are the loop boundaries, of an unlooped model its layers. A test asks how much the model doubts the next
 token, mostly from a readout of the state through coda, norm and head; below tau the token exits (arXiv 2605.09165:
 entropy). What later tokens find in the skipped slots of the KV cache is one of three policies (--kv):
 
     full    keys and values of the full depth, as if the token had gone on: teacher forcing, what the paper reports.
             A bound, since nothing is saved; a coda reads exit point k as if all tokens had left there
-    copy    the skipped layers project them from the exit state (CALM, arXiv 2207.07061)
+    copy    the skipped layers project them from the exit state, as the next pass would (CALM, arXiv 2207.07061)
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
 copy and reuse work one position at a time, as generation does; without a coda score_at_once gives the same for whole
@@ -20,14 +20,16 @@ A stage is what runs between two exit points: a pass of the loop, or a layer of 
 Shapes: B rows, T positions, D width, V vocabulary, S exit points, the last of which is the whole model, N tokens.
 """
 import math
+from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ops import norm, rotate, sample
+from lib.ops import norm, rotate, sample
+from model import Context
 
-# name of a doubt: does it look at the readout, which a test then has to pay for?
+# name of a criterion: does it look at the readout, which a test then has to pay for?
 CRITERIA = {"entropy": True, "margin": True, "kl": True, "change": False}
 
 
@@ -73,7 +75,7 @@ def doubt(criterion, logits, earlier, state, before):
 class ExitPoint(NamedTuple):
     """What a rule may look at, for b rows still in the loop: the exit point s (0 .. S - 2), the rows and their position
     (whole windows at once: (B, 1) and (T,)), readouts (b, V) here and at the exit point before (None: no such), states
-    (b, D) behind and before the stage."""
+    (b, D) after and before the stage."""
     s: int
     rows: torch.Tensor
     position: int | torch.Tensor
@@ -101,6 +103,70 @@ def exit_at(depth, reads=False):
     return Rule(reads, leave)
 
 
+# --- stages: the model's own methods, one exit point after the other ---
+def n_stages(cfg):
+    """S, the number of stages."""
+    return cfg.n_loop if cfg.n_loop > 1 else cfg.n_prelude + cfg.n_recur
+
+
+@dataclass
+class InLoop:
+    """Where b rows are in the model, after a stage or before the first; [mask] takes some of the rows."""
+    e: torch.Tensor                              # the prelude's output (b, T, D)
+    h: torch.Tensor                              # the state (b, T, ...); in an unlooped model what its next layer gets
+    state: torch.Tensor                          # what is read out at this exit point (b, T, D)
+    logits: torch.Tensor | None = None           # the readout there (b, V), where one was made
+
+    def __getitem__(self, mask):
+        logits = None if self.logits is None else self.logits[mask]
+        return InLoop(self.e[mask], self.h[mask], self.state[mask], logits)
+
+
+def begin(model, idx, context):
+    """Tokens idx (B, T) before the first stage. The prelude of an unlooped model is stages itself."""
+    if model.cfg.n_loop == 1:
+        x = model.embed(idx)
+        return InLoop(x, x, x)
+    e = model.encode(idx, context)
+    return InLoop(e, model.start(e), e)
+
+
+def advance(model, s, at, context):
+    """Stage s of rows at, an InLoop."""
+    cfg = model.cfg
+    if cfg.n_loop > 1:
+        h = model.one_pass(at.e, at.h, s, context)
+        return InLoop(at.e, h, model.read(h))
+    if s < cfg.n_prelude:
+        x = model.prelude[s](at.h, context, s)
+        return InLoop(x, x, norm(x) if cfg.loop_norm else x)
+    x = model.layer(entering(model, s, at), s - cfg.n_prelude, 0, context)
+    return InLoop(at.e, x, model.read(model.finish(model.start(at.e), x, 0)))
+
+
+def entering(model, s, at):
+    """Input (b, T, D) of the first layer of stage s."""
+    if model.cfg.n_loop > 1:
+        return model.combine(at.e, at.h, s)
+    if s == model.cfg.n_prelude:                 # the only pass of the loop begins
+        return model.combine(at.h, model.start(at.h), 0)
+    return at.h
+
+
+def read(model, s, state, context):
+    """Readout of exit point s, (b, T, V). It always uses the coda's slots after the full depth."""
+    return model.logits(state, context, model.cfg.n_loop, last_pass=s == n_stages(model.cfg) - 1)
+
+
+def blocks_of(model, s):
+    """The blocks of stage s and the cache slot of the first."""
+    cfg = model.cfg
+    if cfg.n_loop > 1:
+        return model.recur, cfg.n_prelude + s * cfg.n_recur
+    return [[*model.prelude, *model.recur][s]], s
+
+
+# --- the cache ---
 class RowCache:
     """model.KVCache for rows that leave the loop one by one: rows names those at work (None: all). Keys and values
     (slot, B, H, T, head_dim), slots numbered as a token meets them; the coda's come after those of n_loop passes."""
@@ -130,60 +196,10 @@ class RowCache:
         return found
 
     def skip(self, s, pair, layer=slice(None)):
-        """Put pair, k and v (.., b, H, 1, head_dim), into the slots of a loop's layer(s) in all passes behind s."""
+        """Put pair, k and v (.., b, H, 1, head_dim), into the slots of a loop's layer(s) in all passes after s."""
         rows = slice(None) if self.rows is None else self.rows
         for cache, new in zip(self.loop, pair):
             cache[s + 1:, layer][..., rows, :, self.length:self.length + 1, :] = new
-
-
-def n_stages(cfg):
-    """S: a stage is what runs between two exit points, a pass of the loop or a layer of an unlooped model."""
-    return cfg.n_loop if cfg.n_loop > 1 else cfg.n_prelude + cfg.n_recur
-
-
-def stage(model, s):
-    """The blocks of stage s and the slot of the first."""
-    if model.cfg.n_loop > 1:
-        return model.recur, model.cfg.n_prelude + s * model.cfg.n_recur
-    return [[*model.prelude, *model.recur][s]], s
-
-
-def begin(model, idx, context, seen=None):
-    """The state (B, T, D) before the first stage: behind the prelude, which in an unlooped model is stages itself."""
-    h = model.embed(idx)
-    if model.cfg.n_loop > 1:
-        h = through(model, model.prelude, h, context, 0, seen)
-    return h
-
-
-def through(model, blocks, x, context, slot, seen=None):
-    """model.run; seen collects the state behind every layer as if the loop ended there, with its norm if it has one."""
-    for i, block in enumerate(blocks):
-        x = block(x, *context, slot + i)
-        if seen is not None:
-            seen.append(norm(x) if model.cfg.loop_norm else x)
-    return x
-
-
-def entering(model, s, e, h):
-    """Input of stage s from the state h and the first one, e."""
-    cfg = model.cfg
-    if cfg.n_loop > 1:
-        return model.combine(e, model.start(e) if s == 0 else h)
-    return model.combine(h, model.start(h)) if s == cfg.n_prelude else h           # the only pass of the loop
-
-
-def advance(model, s, e, h, context, seen=None):
-    """One stage: (what goes on, what is read out), which differ where an unlooped model has a norm behind its loop."""
-    blocks, slot = stage(model, s)
-    h = through(model, blocks, entering(model, s, e, h), context, slot, seen)
-    state = norm(h) if model.cfg.loop_norm else h
-    return (state if model.cfg.n_loop > 1 else h), state
-
-
-def read(model, s, state, context):
-    """Readout of exit point s, (b, T, V). It always uses the coda's slots behind the full depth."""
-    return model.logits(state, context, model.cfg.n_loop, last_pass=s == n_stages(model.cfg) - 1)
 
 
 def keys_values(attn, x, table):
@@ -193,88 +209,107 @@ def keys_values(attn, x, table):
     return rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)
 
 
-def fill(model, s, e, h, context, kv):
+def fill(model, s, at, context, kv):
     """What later tokens find where rows that exit at s did not go: kv is copy or reuse."""
-    cfg, (table, _, cache, _) = model.cfg, context
+    cache, table = context.cache, context.table
     now = slice(cache.length, cache.length + 1)
     rows = slice(None) if cache.rows is None else cache.rows
     if kv == "reuse":
         cache.skip(s, [c[s][:, rows, :, now] for c in cache.loop])
-    elif cfg.n_loop > 1:                         # the state and the weights are the same in all skipped passes
-        x = norm(entering(model, s + 1, e, h))
+    elif model.cfg.n_loop > 1:                   # those of the next pass, in all the skipped ones
+        x = norm(entering(model, s + 1, at))
         for i, block in enumerate(model.recur):
             cache.skip(s, keys_values(block.attn, x, table), i)
     else:
-        for j in range(s + 1, n_stages(cfg)):
-            pair = keys_values(stage(model, j)[0][0].attn, norm(entering(model, j, e, h)), table)
-            for store, new in zip(cache.slots[j], pair):
+        for later in range(s + 1, n_stages(model.cfg)):
+            blocks, slot = blocks_of(model, later)
+            pair = keys_values(blocks[0].attn, norm(entering(model, later, at)), table)
+            for store, new in zip(cache.slots[slot], pair):
                 store[rows, :, now] = new
 
 
 def step(model, tokens, cache, rule=None, kv="reuse"):
     """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
     row that exits is taken out of all that follows; without a rule none is tested."""
-    S, device = n_stages(model.cfg), tokens.device
-    context = (model.table[cache.length:cache.length + 1], None, cache, None)
+    S, device, t = n_stages(model.cfg), tokens.device, cache.length
+    context = Context(model.table[t:t + 1], cache=cache)
     rows, depth = torch.arange(len(tokens), device=device), torch.full((len(tokens),), S, device=device)
     cache.only(rows)
-    e = h = state = begin(model, tokens[:, None], context)
-    result = earlier = None
+    at, result = begin(model, tokens[:, None], context), None
+    if rule is None:
+        for s in range(S):
+            at = advance(model, s, at, context)
+        cache.length += 1
+        return read(model, S - 1, at.state, context)[:, 0], depth
     for s in range(S):
-        before, (h, state) = state, advance(model, s, e, h, context)
-        if rule is None:
-            result = read(model, s, state, context)[:, 0] if s == S - 1 else None
-            continue
-        logits = read(model, s, state, context)[:, 0] if s == S - 1 or rule.reads else None
-        if s == S - 1:
+        last, before = s == S - 1, at
+        at = advance(model, s, at, context)
+        if last or rule.reads:
+            at.logits = read(model, s, at.state, context)[:, 0]
+        if last:
             leave = torch.ones_like(rows, dtype=torch.bool)
         else:
-            leave = rule.leave(ExitPoint(s, rows, cache.length, logits, earlier, state[:, 0], before[:, 0]))
+            leave = rule.leave(ExitPoint(s, rows, t, at.logits, before.logits, at.state[:, 0], before.state[:, 0]))
         if leave.any():
-            gone = rows[leave]
+            gone, leaving = (rows, at) if last else (rows[leave], at[leave])
             cache.only(gone)
-            out = read(model, s, state[leave], context)[:, 0] if logits is None else logits[leave]
-            result = out.new_empty(len(tokens), out.size(-1)) if result is None else result
-            result[gone], depth[gone] = out, s + 1
-            if s < S - 1:
-                fill(model, s, e[leave], h[leave], context, kv)
-            rows = rows[~leave]
+            if leaving.logits is None:
+                leaving.logits = read(model, s, leaving.state, context)[:, 0]
+            if result is None:
+                result = leaving.logits.new_empty(len(tokens), leaving.logits.size(-1))
+            result[gone], depth[gone] = leaving.logits, s + 1
+            if last:
+                break
+            fill(model, s, leaving, context, kv)
+            rows, at = rows[~leave], at[~leave]
             if not len(rows):
                 break
             cache.only(rows)
-            e, h, state, logits = (None if x is None else x[~leave] for x in (e, h, state, logits))
-        earlier = logits
     cache.length += 1
     return result, depth
 # --- end exit ---
 
 
 # --- cost ---
-def costs(cfg):
-    """FLOPs per token at full context, as Config.flops_per_token counts them: base (prelude), each stage, each readout
-    (coda and head), copy (keys and values of what was skipped: once for a loop, else for each stage), full = all."""
+@dataclass
+class Costs:
+    """FLOPs per token at full context, as LoopedLM.flops_per_token counts them."""
+    base: int                                    # prelude of a looped model
+    stage: int
+    readout: int                                 # coda and head
+    full: int                                    # the whole model: base + stages * stage + readout
+    copy: int                                    # keys and values of what was skipped: once for a loop, else per stage
+    stages: int
+    looped: bool
+
+
+def costs(model):
+    cfg, looped = model.cfg, model.cfg.n_loop > 1
+
     def flops(n_loop, readouts=1):
-        return cfg.flops_per_token(n_loop, train=False, readouts=readouts)
-    n, D, looped = cfg.param_counts(active=True), cfg.n_embd, cfg.n_loop > 1
-    full, readout = flops(cfg.n_loop), flops(cfg.n_loop, 2) - flops(cfg.n_loop)
-    stage = flops(2) - flops(1) if looped else 2 * n["recurrent"] // cfg.n_recur + 4 * D * cfg.block_size
-    return {"base": full - n_stages(cfg) * stage - readout, "stage": stage, "readout": readout, "full": full,
-            "copy": 6 * D * D * (cfg.n_recur if looped else 1) + looped * 2 * n["injection"],
-            "stages": n_stages(cfg), "looped": looped}
+        return model.flops_per_token(cfg, n_loop, train=False, readouts=readouts)
+    layer, full = model.layer_flops(cfg), flops(cfg.n_loop)
+    readout = flops(cfg.n_loop, 2) - full
+    stage, copy = layer, 6 * cfg.n_embd ** 2
+    if looped:                                   # the next pass combines once, then every layer projects
+        stage = model.pass_flops(cfg)
+        copy = cfg.n_recur * copy + stage - cfg.n_recur * layer
+    base = full - n_stages(cfg) * stage - readout
+    return Costs(base, stage, readout, full, copy, n_stages(cfg), looped)
 
 
 def saved(c, depth, tests, kv="reuse"):
     """Share of the FLOPs of the full model that tokens exiting at depth (N,) save, three ways. layers: as the paper
     counts, the blocks alone. head: with the one readout that every token needs. charged: also every test's readout
-    (tests: does a test need one?) and the projections of copy."""
+    (tests: does a test need one?) and the projections of copy. c: Costs."""
     depth = depth.double()
-    skipped = c["stages"] - depth
-    extra = (depth - 1) * c["readout"] if tests else torch.zeros_like(depth)
+    skipped = c.stages - depth
+    extra = (depth - 1) * c.readout if tests else torch.zeros_like(depth)
     if kv == "copy":
-        extra = extra + c["copy"] * ((skipped > 0) if c["looped"] else skipped)
-    less = skipped * c["stage"]
-    return {"layers": (less.mean() / (c["full"] - c["readout"])).item(), "head": (less.mean() / c["full"]).item(),
-            "charged": ((less - extra).mean() / c["full"]).item()}
+        extra = extra + c.copy * ((skipped > 0) if c.looped else skipped)
+    less = skipped * c.stage
+    return {"layers": (less.mean() / (c.full - c.readout)).item(), "head": (less.mean() / c.full).item(),
+            "charged": ((less - extra).mean() / c.full).item()}
 
 
 # --- as generation works ---
@@ -297,8 +332,13 @@ class Merged:
 
     def update(self, slot, k, v):
         old = self.pairs.get(slot, (k, v))
-        self.pairs[slot] = [torch.where(self.active, new, kept) for new, kept in zip((k, v), old)]
+        self.pairs[slot] = choose(self.active, (k, v), old)
         return self.pairs[slot]
+
+
+def choose(mask, new, old):
+    """[new where the mask holds, else old] of two lists of tensors; the mask gets the axes that it lacks."""
+    return [torch.where(mask.view(*mask.shape, *[1] * (a.ndim - mask.ndim)), a, b) for a, b in zip(new, old)]
 
 
 @torch.inference_mode()
@@ -307,33 +347,45 @@ def score_at_once(model, x, y, rule, kv="reuse"):
     It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
     would see the state each of them leaves with, later in this order."""
     S, cfg, cache = n_stages(model.cfg), model.cfg, Merged()
-    table, mask, *_ = model.context(x, cfg.n_loop, None)
-    context = (table, mask, cache, None)
+    context = model.context(x, cfg.n_loop, None)._replace(cache=cache)
     active, cache.active = torch.ones_like(x, dtype=torch.bool), torch.ones((), dtype=torch.bool, device=x.device)
     nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
     rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
-    e = h = state = begin(model, x, context)
-    earlier = None
+    at = begin(model, x, context)
     for s in range(S):
         cache.active = active[:, None, :, None]
-        if s and cfg.n_loop > 1 and kv == "reuse":
-            for slot in range(cfg.n_prelude + s * cfg.n_recur, cfg.n_prelude + (s + 1) * cfg.n_recur):
-                cache.pairs[slot] = cache.pairs[slot - cfg.n_recur]
-        elif s:
-            frozen = norm(entering(model, s, e, h))
-            for i, block in enumerate(stage(model, s)[0]):
-                cache.pairs[stage(model, s)[1] + i] = keys_values(block.attn, frozen, table)
-        before, (new, read_out) = state, advance(model, s, e, h, context)
-        h, state = (torch.where(active[..., None], a, b) for a, b in ((new, h), (read_out, state)))
-        logits, leave = read(model, s, state, context) if rule.reads and s < S - 1 else None, active
+        if s:
+            freeze(model, s, at, context, kv, just_left=depth == s)
+        before, new = at, advance(model, s, at, context)
+        e, h, state = choose(active, (new.e, new.h, new.state), (at.e, at.h, at.state))
+        at = InLoop(e, h, state)
+        leave = active
         if s < S - 1:
-            leave = active & rule.leave(ExitPoint(s, rows, positions, logits, earlier, state, before))
+            if rule.reads:
+                at.logits = read(model, s, state, context)
+            leave = active & rule.leave(ExitPoint(s, rows, positions, at.logits, before.logits, state, before.state))
         if leave.any():
-            out = read(model, s, state[leave][None], context)[0] if logits is None else logits[leave]
+            out = read(model, s, state[leave][None], context)[0] if at.logits is None else at.logits[leave]
             nats[leave] = F.cross_entropy(out.float(), y[leave], reduction="none")
             depth[leave] = s + 1
-        active, earlier = active & ~leave, logits
+        active = active & ~leave
     return nats, depth
+
+
+def freeze(model, s, at, context, kv, just_left):
+    """Before stage s of whole windows: the pairs of tokens that left, as fill leaves them. just_left (B, T): at the
+    exit point before this one."""
+    cache, (blocks, slot), looped = context.cache, blocks_of(model, s), model.cfg.n_loop > 1
+    if looped and kv == "reuse":
+        for i in range(len(blocks)):
+            cache.pairs[slot + i] = cache.pairs[slot + i - len(blocks)]
+        return
+    x = norm(entering(model, s, at))
+    for i, block in enumerate(blocks):
+        pair = keys_values(block.attn, x, context.table)
+        if looped and s > 1:
+            pair = choose(just_left[:, None], pair, cache.pairs[slot + i - len(blocks)])
+        cache.pairs[slot + i] = pair
 
 
 @torch.inference_mode()

@@ -23,10 +23,11 @@ import sys
 import numpy as np
 from scipy.optimize import brentq
 
-from data.prepare import check_writable, misused, stop
 from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, form_parameters, grouped, interval,
                  natural_units, predict, predict_at, rms, span, why_unidentified, worth)
-from plots import plot_law, plot_scoreboard
+from lib.console import misused, stop
+from lib.files import check_writable
+from lib.plots import plot_law, plot_scoreboard
 from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, cmd_collect, cmd_plan, count_parameters, load_runs,
                    nominal_budgets, number, select)
 
@@ -313,7 +314,7 @@ def saturating_exponent(c, loss):
 
 def cmd_allocate(args):
     """Width and tokens with the lowest loss under the fitted law, and the FLOPs at which r=1 reaches that loss."""
-    from model import Config  # brings torch along, which the fits do not need
+    from model import Config, LoopedLM  # brings torch along, which the fits do not need
     runs = load_runs(args.runs, args.convention)
     check_fittable(runs, args.runs, "power")
     missing = [k for k in ("n_prelude", "n_recur", "n_coda") if k not in runs]
@@ -333,8 +334,8 @@ def cmd_allocate(args):
             cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
                          n_prelude=prelude, n_recur=loops * recur // r, n_coda=coda, n_loop=r,
                          inject=str(runs["inject"][like]) if r > 1 else "none")
-            n = cfg.param_counts()
-            rows.append((d, cfg.flops_per_token(), *count_parameters(
+            n = LoopedLM.param_counts(cfg)
+            rows.append((d, LoopedLM.flops_per_token(cfg), *count_parameters(
                 n["once"], n["recurrent"] + n["injection"], n["injection"], d, r, args.convention)))
         return np.array(rows).T
 

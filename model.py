@@ -17,13 +17,14 @@ Shapes: B batch, T time, D width, H heads, V vocabulary, K = n_loop passes.
 """
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from lib.ops import Linear, attend, norm, rotary_table, rotate, sample
 from moe import BALANCE, Mixture, Routing, Z
-from ops import Linear, attend, norm, rotary_table, rotate, sample
 
 
 def round_up(n, multiple):
@@ -34,26 +35,24 @@ def ff_width(n_embd):
     return round_up(math.ceil(8 * n_embd / 3), 64)
 
 
-LANES = 2  # residual streams of hyperconnections (inject="hyper")
-CHOICES = {"inject": ("none", "add", "linear", "hyper"),
-           "readout": ("norm", "raw", "final"), "balance": ("loss", "bias")}
+CHOICES = {"inject": ("none", "add", "linear"), "readout": ("norm", "raw", "final"), "balance": ("loss", "bias")}
 
 
 @dataclass
 class Config:
     vocab_size: int = 4096    # V, as the tokenizer has it; the matrices are padded to a multiple of 64
-    block_size: int = 256     # longest context T, in tokens
+    block_size: int = 256     # context length T in tokens
     n_embd: int = 192         # width D
-    n_head: int = 3           # attention heads; D / n_head must be even (rotary positions turn pairs)
+    n_head: int = 3           # attention heads; D / n_head must be even, since rotary positions turn pairs
     n_prelude: int = 1        # blocks before the loop, run once
     n_recur: int = 1          # blocks inside the loop, shared by all passes
     n_coda: int = 1           # blocks after the loop, run once
-    n_loop: int = 4           # r, passes through the loop
-    inject: str = "linear"    # how pass k sees e: none (only through h) | add (e + h) | linear (W [e; h]) | hyper
+    n_loop: int = 4           # passes r through the loop; 1: each block once, a plain transformer with inject=none
+    inject: str = "linear"    # what a pass gets: none (h) | add (e + h) | linear (W [e; h])
     loop_norm: bool = True    # RMSNorm at the end of every pass
     readout: str = "norm"     # norm before the head: norm (always) | raw (never) | final (at the last pass only)
-    n_expert: int = 0         # E experts in every feed-forward layer (moe.py); 0: dense layers
-    n_active: int = 2         # k, experts per token, each 1/k as wide as the dense layer: equal FLOPs
+    n_expert: int = 0         # experts E in every feed-forward layer (moe.py); 0: dense layers
+    n_active: int = 2         # experts k that a token takes, each 1/k as wide as the dense layer: equal FLOPs
     balance: str = "loss"     # how experts are kept in use: loss (in the objective) | bias (on the choice only)
     tied: bool = False        # the head uses the embedding's matrix, drawn from N(0, 1)
     mup_base: int = 0         # muP: the width at which the learning rate was tuned; 0: off
@@ -68,6 +67,8 @@ class Config:
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd={self.n_embd} over n_head={self.n_head}: the width of a head must be a whole, "
                              f"even number, since rotary positions turn pairs of channels")
+        if self.inject == "hyper":
+            raise ValueError("inject=hyper: hyperconnections are now a trick, --trick=tricks/hyperconnections.py")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)}: choose one of {', '.join(choices)}")
@@ -81,8 +82,7 @@ class Config:
             raise ValueError(f"n_active={self.n_active} of n_expert={self.n_expert}: a token takes at least one expert "
                              f"and at most all of them")
         if self.n_expert and self.d_ff % self.n_active:
-            raise ValueError(f"n_active={self.n_active}: the dense hidden width {self.d_ff} does not divide by it, and "
-                             f"each expert takes an equal part")
+            raise ValueError(f"n_active={self.n_active}: must divide the hidden width {self.d_ff}")
 
     @property
     def d_ff(self):           # SwiGLU has three matrices, so 8D/3 costs what 4D costs with two
@@ -94,7 +94,8 @@ class Config:
 
     def depth(self, n_loop=None):
         """Effective depth L_eff in blocks: what a token passes through."""
-        return self.n_prelude + (self.n_loop if n_loop is None else n_loop) * self.n_recur + self.n_coda
+        passes = self.n_loop if n_loop is None else n_loop
+        return self.n_prelude + passes * self.n_recur + self.n_coda
 
     # --- muP ---
     @property
@@ -118,34 +119,6 @@ class Config:
         return (2 / (self.mup_base + fan) / self.width_ratio) ** 0.5
     # --- end muP ---
 
-    def param_counts(self, active=False):
-        """Stored parameters by group; the groups sum to the model's numel(). once + recurrent + injection is the
-        paper's unique non-embedding N: 240, 146, 98, 74 D^2 for r = 1, 2, 4, 8 at depth 20 (arXiv 2604.21106).
-        active: those that work on one token, n_active of n_expert, which are as many as in the dense model; the
-        routers, D n_expert each, are stored but not counted as active (arXiv 2605.09165)."""
-        D = self.n_embd
-        block = 4 * D * D + 3 * D * self.d_ff
-        if self.n_expert and not active:
-            block = 4 * D * D + self.n_expert * 3 * D * (self.d_ff // self.n_active) + D * self.n_expert
-        return {"embedding": self.padded_vocab * D,
-                "once": (self.n_prelude + self.n_coda) * block,                    # N_once
-                "recurrent": self.n_recur * block,                                 # N_rec, without the injection
-                "injection": {"linear": 2 * D * D,
-                              "hyper": self.n_loop * LANES * (LANES + 2)}.get(self.inject, 0),
-                "head": 0 if self.tied else self.padded_vocab * D}
-
-    def flops_per_token(self, n_loop=None, train=True, bptt=0, readouts=1):
-        """FLOPs per token at full context: 2 per multiply-add and parameter used, shared ones once per pass; attention
-        over all T keys (no causal halving); backward is twice forward, through the last bptt passes (0: all of them).
-        readouts: how often coda and head run, n_loop times under a per-loop loss. Embedding lookups, norms, activations
-        and routers are not counted (arXiv 2604.21106, sec. 4: F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
-        n, r, D = self.param_counts(active=True), self.n_loop if n_loop is None else n_loop, self.n_embd
-        layer = 2 * n["recurrent"] // self.n_recur + 4 * D * self.block_size
-        inject = {"linear": 2 * D * D, "hyper": LANES * (LANES + 2) * D}.get(self.inject, 0)
-        one_pass = self.n_recur * layer + 2 * inject
-        once = self.n_prelude * layer + readouts * (self.n_coda * layer + 2 * self.padded_vocab * D)
-        return once + r * one_pass + (2 * (once + min(bptt or r, r) * one_pass) if train else 0)
-
 
 class KVCache:
     """Keys and values of past tokens, one slot per (layer, pass): a looped layer makes different keys in every pass, so
@@ -157,13 +130,21 @@ class KVCache:
         self.k, self.v = ([None] * cfg.depth(n_loop) for _ in "kv")
 
     def update(self, slot, k, v):
-        """Store k, v (B, H, T, head_dim) behind the past ones; returns all of them (B, H, length + T, head_dim)."""
+        """Store k, v (B, H, T, head_dim) after the past ones; returns all of them (B, H, length + T, head_dim)."""
         if self.k[slot] is None:                 # allocated when first used, in the precision that arrives
             self.k[slot], self.v[slot] = k.new_zeros(self.shape), v.new_zeros(self.shape)
         end = self.length + k.size(2)
         self.k[slot][:, :, self.length:end] = k
         self.v[slot][:, :, self.length:end] = v
         return self.k[slot][:, :, :end], self.v[slot][:, :, :end]
+
+
+class Context(NamedTuple):
+    """What every block needs besides its input."""
+    table: torch.Tensor                          # rotary table at these positions (T, head_dim/2, 2)
+    mask: torch.Tensor | None = None             # additive (T, length + T); None for a single query
+    cache: KVCache | None = None
+    routing: Routing | None = None               # notes of the routers, or the experts they have to take
 
 
 class Attention(nn.Module):
@@ -173,16 +154,16 @@ class Attention(nn.Module):
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x, table, mask, cache=None, slot=0):
+    def forward(self, x, context, slot):
         B, T, D = x.shape
         qk, v = self.qkv(x).split([2 * D, D], dim=-1)
-        qk = qk.reshape(B, T, 2 * self.n_head, -1).to(table.dtype)
-        qk = rotate(norm(qk), table).to(v.dtype)                                   # QK-norm bounds the scores
+        qk = qk.reshape(B, T, 2 * self.n_head, -1).to(context.table.dtype)
+        qk = rotate(norm(qk), context.table).to(v.dtype)                           # QK-norm bounds the scores
         q, k = qk.transpose(1, 2).chunk(2, dim=1)                                  # (B, H, T, head_dim) each
         v = v.view(B, T, self.n_head, -1).transpose(1, 2)
-        if cache is not None:
-            k, v = cache.update(slot, k, v)
-        y = attend(q, k, v, mask, self.scale)
+        if context.cache is not None:
+            k, v = context.cache.update(slot, k, v)
+        y = attend(q, k, v, context.mask, self.scale)
         return self.proj(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -198,20 +179,34 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
+    """Two residual branches. slot: where this layer, in this pass, keeps its keys and values in a cache."""
+
     def __init__(self, cfg):
         super().__init__()
-        self.attn = Attention(cfg)
         D, E, k = cfg.n_embd, cfg.n_expert, cfg.n_active
+        self.attn = Attention(cfg)
         self.sparse = E > 0
-        self.ffn = Mixture(Linear(D, E), [SwiGLU(D, cfg.d_ff // k) for _ in range(E)], k, cfg.balance) \
-            if self.sparse else SwiGLU(D, cfg.d_ff)
+        if self.sparse:
+            self.ffn = Mixture(Linear(D, E), [SwiGLU(D, cfg.d_ff // k) for _ in range(E)], k, cfg.balance)
+        else:
+            self.ffn = SwiGLU(D, cfg.d_ff)
 
-    def forward(self, x, table, mask, cache=None, routing=None, slot=0):
-        x = x + self.attn(norm(x), table, mask, cache, slot)
-        return x + (self.ffn(norm(x), routing, slot) if self.sparse else self.ffn(norm(x)))
+    def attention(self, x, context, slot):
+        return self.attn(norm(x), context, slot)
+
+    def feed_forward(self, x, context, slot):
+        return self.ffn(norm(x), context.routing, slot) if self.sparse else self.ffn(norm(x))
+
+    def forward(self, x, context, slot):
+        x = x + self.attention(x, context, slot)
+        return x + self.feed_forward(x, context, slot)
 
 
 class LoopedLM(nn.Module):
+    """The model. A trick is a subclass: it overrides one of the five methods that say what the loop is (start, combine,
+    layer, finish, read) and, where it adds to them, the counts; tricks/README.md."""
+    requires = {}                                # flags of train.py that a trick needs, such as {"inject": "none"}
+
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
@@ -221,27 +216,18 @@ class LoopedLM(nn.Module):
         self.recur = nn.ModuleList(Block(cfg) for _ in range(cfg.n_recur))
         self.coda = nn.ModuleList(Block(cfg) for _ in range(cfg.n_coda))
         self.inject = Linear(2 * D, D) if cfg.inject == "linear" else None
-        if cfg.inject == "hyper":                # scalars of each pass
-            self.lanes = nn.ParameterDict({"read": nn.Parameter(torch.empty(cfg.n_loop, LANES)),
-                                           "mix": nn.Parameter(torch.empty(cfg.n_loop, LANES, LANES)),
-                                           "write": nn.Parameter(torch.empty(cfg.n_loop, LANES))})
         self.head = Linear(D, cfg.padded_vocab)
         if cfg.tied:
             self.head.weight = self.embed.weight
         self.register_buffer("table", rotary_table(cfg.block_size, D // cfg.n_head), persistent=False)
         self.init_weights()
-        assert sum(cfg.param_counts().values()) == sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
     def init_weights(self):
+        """Draw the matrices made so far. What a trick adds after super().__init__ stays as the trick made it."""
         for name, p in self.named_parameters():
             if name == "embed.weight":
-                p.normal_(0, 1)                  # unit scale, like every state behind a loop norm
-            elif p.ndim < 2:
-                pass                             # a vector stays as it was made
-            elif name.startswith("lanes."):      # pass k reads lane k mod LANES, and writes its result to every lane
-                eye = torch.eye(LANES)
-                p.copy_({"read": eye[torch.arange(len(p)) % LANES], "mix": eye, "write": torch.ones(LANES)}[name[6:]])
+                p.normal_(0, 1)                  # unit scale, like every state after a loop norm
             elif self.cfg.mup_base and name != "inject.weight":
                 std = self.cfg.mup_std(name)
                 nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std)
@@ -253,60 +239,112 @@ class LoopedLM(nn.Module):
                 branch = name.endswith(("proj.weight", "down.weight"))
                 p.normal_(0, p.size(1) ** -0.5 * ((2 * self.cfg.depth()) ** -0.5 if branch else 1))
 
+    # --- counts ---
+    @classmethod
+    def param_counts(cls, cfg, active=False):
+        """Stored parameters by group; the groups sum to the model's numel(). once + recurrent + injection is the
+        paper's unique non-embedding N: 240, 146, 98, 74 D^2 for r = 1, 2, 4, 8 at depth 20 (arXiv 2604.21106). A trick
+        adds its own to the injection. active: those that work on one token, n_active of n_expert, which are as many as
+        in the dense model; the routers, D n_expert each, are stored but not counted as active (arXiv 2605.09165)."""
+        D = cfg.n_embd
+        block = 4 * D * D + 3 * D * cfg.d_ff
+        if cfg.n_expert and not active:
+            block = 4 * D * D + cfg.n_expert * 3 * D * (cfg.d_ff // cfg.n_active) + D * cfg.n_expert
+        return {"embedding": cfg.padded_vocab * D,
+                "once": (cfg.n_prelude + cfg.n_coda) * block,                      # N_once
+                "recurrent": cfg.n_recur * block,                                  # N_rec, without the injection
+                "injection": 2 * D * D if cfg.inject == "linear" else 0,
+                "head": 0 if cfg.tied else cfg.padded_vocab * D}
+
+    @classmethod
+    def layer_flops(cls, cfg):
+        """Forward FLOPs of one block per token: 2 per multiply-add, attention over all T keys (no causal halving)."""
+        return 8 * cfg.n_embd ** 2 + 6 * cfg.n_embd * cfg.d_ff + 4 * cfg.n_embd * cfg.block_size
+
+    @classmethod
+    def pass_flops(cls, cfg):
+        """Forward FLOPs of one pass per token: its blocks and the injection. A trick adds its own here."""
+        injection = 4 * cfg.n_embd ** 2 if cfg.inject == "linear" else 0
+        return cfg.n_recur * cls.layer_flops(cfg) + injection
+
+    @classmethod
+    def flops_per_token(cls, cfg, n_loop=None, train=True, bptt=0, readouts=1):
+        """FLOPs per token at full context; shared parameters count once per pass, the backward pass twice the forward
+        one, through the last bptt passes (0: all of them). readouts: how often coda and head run, n_loop times under a
+        per-loop loss. Embedding lookups, norms, activations and routers are not counted (arXiv 2604.21106, sec. 4:
+        F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
+        r = cfg.n_loop if n_loop is None else n_loop
+        layer, one_pass = cls.layer_flops(cfg), cls.pass_flops(cfg)
+        head = 2 * cfg.padded_vocab * cfg.n_embd
+        once = cfg.n_prelude * layer + readouts * (cfg.n_coda * layer + head)
+        forward = once + r * one_pass
+        backward = 2 * (once + min(bptt or r, r) * one_pass)
+        return forward + backward if train else forward
+    # --- end counts ---
+
+    @classmethod
+    def schedule(cls, cfg, step, max_steps):
+        """What a trick changes from one training step to the next: {"n_loop": ..., "bptt": ...}, or a part of it."""
+        return {}
+
     # --- loop ---
+    def encode(self, idx, context):
+        """The prelude's output e (B, T, D) of tokens idx (B, T)."""
+        return self.run(self.prelude, self.embed(idx), context, 0)
+
     def start(self, e):
-        """The state before the first pass, from the prelude's output e (B, T, D)."""
+        """The state before the first pass, batch first: here h (B, T, D), which a trick may replace by more."""
         return torch.zeros_like(e) if self.cfg.inject == "add" else e
 
-    def combine(self, e, h):
-        """Input of a pass from the prelude's output e and the state h, each (B, T, D). The first pass gets e under
-        every rule: h(0) is e, or 0 for add; the linear map starts as [I | 0] (arXiv 2604.21106, sec. 3)."""
+    def combine(self, e, h, k):
+        """Input (B, T, D) of the blocks in pass k = 0 .. r - 1, from e and the state. The first pass gets e under every
+        rule: h(0) is e, or 0 for add; the linear map starts as [I | 0] (arXiv 2604.21106, sec. 3)."""
         if self.cfg.inject == "none":
             return h
         if self.cfg.inject == "add":
             return e + h
         return self.inject(torch.cat([e, h], dim=-1)).to(e.dtype)                  # the state stays fp32 under autocast
 
+    def layer(self, x, i, k, context):
+        """Block i of the loop in pass k, x (B, T, D) to x."""
+        return self.recur[i](x, context, self.cfg.n_prelude + k * self.cfg.n_recur + i)
+
+    def finish(self, h, x, k):
+        """The state after pass k, from the state h before it and what its blocks made, x (B, T, D)."""
+        return norm(x) if self.cfg.loop_norm else x
+
+    def read(self, h):
+        """What is read out of a state: H_k (B, T, D)."""
+        return h
+
+    def one_pass(self, e, h, k, context):
+        """The state after pass k from the state h before it. Everything that loops goes through here."""
+        x = self.combine(e, h, k)
+        for i in range(self.cfg.n_recur):
+            x = self.layer(x, i, k, context)
+        return self.finish(h, x, k)
+
+    def loop_states(self, idx, context, n_loop, bptt=0):
+        """Tokens idx (B, T) to [H_1 .. H_K], what is read at each loop boundary. bptt > 0: gradients flow only through
+        the last bptt passes; the state before them is a constant (arXiv 2604.21106, interventions)."""
+        e = self.encode(idx, context)
+        h, states = self.start(e), []
+        for k in range(n_loop):
+            within_reach = bptt == 0 or k >= n_loop - bptt
+            with torch.set_grad_enabled(torch.is_grad_enabled() and within_reach):
+                h = self.one_pass(e, h, k, context)
+                states.append(self.read(h))
+        return states
+    # --- end loop ---
+
     def run(self, blocks, x, context, slot):
         """x (B, T, D) through blocks, of which the first has this slot in the cache."""
         for i, block in enumerate(blocks):
-            x = block(x, *context, slot + i)
+            x = block(x, context, slot + i)
         return x
 
-    def loop_states(self, idx, context, n_loop, bptt=0):
-        """Tokens idx (B, T) to [H_1 .. H_K], the state (B, T, D) at each loop boundary. bptt > 0: gradients flow only
-        through the last bptt passes; the state before them is a constant (arXiv 2604.21106, interventions)."""
-        cfg = self.cfg
-        e = self.run(self.prelude, self.embed(idx), context, 0)
-        h = self.start(e)
-        lanes = e.expand(LANES, *e.shape) if cfg.inject == "hyper" else None       # (LANES, B, T, D)
-        states = []
-        for k in range(n_loop):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and (not bptt or k >= n_loop - bptt)):
-                u = self.combine(e, h) if lanes is None else self.read_lanes(lanes, k)
-                h = self.run(self.recur, u, context, cfg.n_prelude + k * cfg.n_recur)
-                if cfg.loop_norm:
-                    h = norm(h)
-                if lanes is not None:
-                    lanes = self.write_lanes(lanes, h, k)
-                    h = lanes.sum(0)
-            states.append(h)
-        return states
-
-    # Hyperconnections, two lanes: u = sum_j read_kj lane_j; s = norm(blocks(u)); lane_i = sum_j mix_kij lane_j +
-    # write_ki s; H_k is the sum of the lanes. As initialised both lanes are equal and this is the residual loop
-    # h = h + norm(blocks(h)). Passes beyond n_loop begin the scalars anew.
-    def read_lanes(self, lanes, k):
-        weight = self.lanes["read"][k % self.cfg.n_loop]                           # (LANES,)
-        return (weight.view(-1, 1, 1, 1) * lanes).sum(0)
-
-    def write_lanes(self, lanes, s, k):
-        mix, write = self.lanes["mix"][k % self.cfg.n_loop], self.lanes["write"][k % self.cfg.n_loop]
-        return (mix.view(LANES, LANES, 1, 1, 1) * lanes).sum(1) + write.view(-1, 1, 1, 1) * s
-    # --- end loop ---
-
     def logits(self, h, context, n_loop, last_pass=True, last_position=False):
-        """Read a loop state h (B, T, D) out through the coda: logits (B, T, V), or (B, 1, V) at the last position."""
+        """Turn H_k (B, T, D) into logits (B, T, V) through the coda, or (B, 1, V) at the last position."""
         h = self.run(self.coda, h, context, self.cfg.n_prelude + n_loop * self.cfg.n_recur)
         if last_position:
             h = h[:, -1:]
@@ -316,9 +354,7 @@ class LoopedLM(nn.Module):
         return logits if logits.size(-1) == self.cfg.vocab_size else logits[..., :self.cfg.vocab_size]
 
     def context(self, idx, n_loop, cache, routing=None):
-        """What every block needs beside its input: rotary table (T, head_dim/2, 2) at these positions, additive mask
-        (T, length + T) or None for a single query, the cache, the notes of the routers. Refuses what cannot be run,
-        with a sentence."""
+        """The Context of tokens idx (B, T). Refuses what cannot be run, with a sentence."""
         T, past = idx.size(1), cache.length if cache else 0
         if n_loop < 1:
             raise ValueError(f"n_loop={n_loop}: must be at least 1")
@@ -330,13 +366,13 @@ class LoopedLM(nn.Module):
         mask = None
         if T > 1:
             mask = torch.full((T, past + T), -torch.inf, device=idx.device, dtype=self.compute_dtype()).triu(past + 1)
-        return self.table[past:past + T], mask, cache, routing
+        return Context(self.table[past:past + T], mask, cache, routing)
 
     def compute_dtype(self):
         device = self.table.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
 
-    def forward(self, idx, targets=None, n_loop=None, cache=None, loss="terminal", norm_penalty=0.0, bptt=0,
+    def forward(self, idx, targets=None, *, n_loop=None, cache=None, loss="terminal", norm_penalty=0.0, bptt=0,
                 routing=None):
         """idx, targets (B, T) of token ids; n_loop passes (default: as trained).
         Without targets: logits (B, 1, V) of the last position, and None. With targets: logits (B, T, V) of the last
@@ -380,11 +416,11 @@ class LoopedLM(nn.Module):
     def rebalance(self, load):
         """For balance="bias", after an optimizer step: load (L_eff, E) as forward gives it, summed over the batches of
         the step. A layer has one bias for all its passes, so their loads are added up."""
-        cfg = self.cfg
-        loop = load[cfg.n_prelude:len(load) - cfg.n_coda].view(-1, cfg.n_recur, cfg.n_expert).sum(0)
-        load = torch.cat([load[:cfg.n_prelude], loop, load[len(load) - cfg.n_coda:]])          # (layers, E)
-        for block, mine in zip([*self.prelude, *self.recur, *self.coda], load):
-            block.ffn.rebalance(mine)
+        first, last = self.cfg.n_prelude, len(load) - self.cfg.n_coda
+        loop = load[first:last].view(-1, self.cfg.n_recur, self.cfg.n_expert).sum(0)
+        load = torch.cat([load[:first], loop, load[last:]])                        # (layers, E)
+        for block, assignments in zip([*self.prelude, *self.recur, *self.coda], load):
+            block.ffn.rebalance(assignments)
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, n_loop=None, use_cache=True, generator=None):
         """Continue idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Contexts longer than block_size are

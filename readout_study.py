@@ -29,13 +29,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.load import ROOT, even_windows, open_data
-from data.prepare import check_writable, load_tokenizer, misused, read_json, stop, token_bytes, write_atomic
-from flags import PRESETS, duration, parse
+from data.load import even_windows, open_data
+from data.prepare import load_tokenizer, token_bytes
+from lib.checkpoint import check_same_run, data_of, load_model
+from lib.console import duration, misused, progress, stop
+from lib.files import ROOT, check_writable, read_json, write_atomic
+from lib.flags import PRESETS, parse
+from lib.machine import pick_device
+from lib.plots import plot_readout
 from model import Config, LoopedLM
-from ops import norm
-from plots import plot_readout
-from train import check_same_run, data_of, load_model, pick_device, progress
 
 CELLS = {
     "terminal-norm": "--loss=terminal --readout=norm",
@@ -127,17 +129,17 @@ def check_lemmas():
 def passes(model, idx, n_loop, clamp=False):
     """[H_1 .. H_n_loop] (B, T, D), and the context that reads them out. clamp: after every later pass each token is
     scaled back to its rms after the first, before it is read or goes on (the paper's intervention at inference)."""
-    cfg, context, states = model.cfg, model.context(idx, n_loop, None), []
+    context, states = model.context(idx, n_loop, None), []
     if not clamp:
         return model.loop_states(idx, context, n_loop), context
-    e = model.run(model.prelude, model.embed(idx), context, 0)
+    e = model.encode(idx, context)
     h = model.start(e)
     for k in range(n_loop):
-        h = model.run(model.recur, model.combine(e, h), context, cfg.n_prelude + k * cfg.n_recur)
-        h = norm(h) if cfg.loop_norm else h
+        h = model.one_pass(e, h, k, context)
         if k:
-            h = h * (states[0].norm(dim=-1, keepdim=True) / h.norm(dim=-1, keepdim=True))
-        states.append(h)
+            factor = states[0].norm(dim=-1) / model.read(h).norm(dim=-1)           # (B, T)
+            h = h * factor.view(*factor.shape, *[1] * (h.ndim - 2))
+        states.append(model.read(h))
     return states, context
 
 
@@ -203,12 +205,10 @@ def throughput(model, idx, n_loop, rounds=3):
     return idx.numel() / best
 
 
-def diagnose(ckpt, n_tokens, device="cpu"):
+def diagnose(ckpt, n_tokens, device="cpu", trick=""):
     """Everything the study says of one run, as plain numbers."""
-    model, state = load_model(ckpt, device)
+    model, state = load_model(ckpt, device, trick)
     cfg = model.cfg
-    if cfg.inject == "hyper":
-        stop(f"--ckpt={ckpt}: a loop with --inject=hyper carries lanes that the clamp does not; take another injection")
     folder, meta = data_of(state)
     text, K, T = load_tokenizer(folder), cfg.n_loop, cfg.block_size
     x, y = even_windows(folder, meta, "val", max(n_tokens, T), T)
@@ -415,6 +415,7 @@ def main(argv=None):
     parser.error = misused
     add = parser.add_argument
     add("--ckpt", help="diagnose this run folder or ckpt.pt only")
+    add("--trick", default="", help="with --ckpt: file of the run's trick, if it is outside tricks/")
     add("--preset", choices=[p for p in PRESETS if p.startswith("readout")],
         help="the paper's scale instead of a laptop's")
     add("--plan", action="store_true", help="print the train.py commands and exit")
@@ -447,7 +448,7 @@ def main(argv=None):
     if a.threads:
         torch.set_num_threads(a.threads)
     if a.ckpt:
-        found = diagnose(a.ckpt, a.tokens, pick_device(a.device))
+        found = diagnose(a.ckpt, a.tokens, pick_device(a.device), a.trick)
         report({(found["run"], ""): [found]})
         if a.json:
             write_atomic(Path(a.json), json.dumps(found, indent=1).encode())

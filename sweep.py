@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from data.prepare import stop
+from lib.console import stop
 
 SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a budget: each rounds it to whole steps
 
@@ -45,7 +45,7 @@ GRIDS = {
 
 def cmd_plan(args):
     """Print a grid, one train.py command a line."""
-    from flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
+    from lib.flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
     grid, lines, total = GRIDS[args.preset], [], 0
     if args.preset == "trick" and not args.flags:
         stop("--preset=trick: name the trick, such as --flags='--inject=hyper' --name=hyper; the loop without it is "

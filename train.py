@@ -3,21 +3,22 @@ Train one looped language model of any variant.
 
     python train.py                                              # pocket preset, real English, 2 CPU cores: 2:49
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
+    python train.py --trick=tricks/gate.py                       # a looping idea from a file
     python train.py --preset=isodepth-r4 --n_embd=640 --data=fineweb-edu-32000 --max_flops=1e18   # one GPU
     torchrun --standalone --nproc_per_node=8 train.py --preset=...                              # several GPUs
     python train.py --list_presets                               # parameters, FLOPs and expected time of each
 
 A run is a folder (--out_dir): config.json, metrics.csv, ckpt.pt, loss.png, sample.txt and, last, summary.json. Running
-the same command again returns at once when the folder is complete and goes on from its checkpoint when it is not.
+the same command again returns at once when the folder is complete and resumes from its checkpoint when it is not.
 Batch t depends on (seed, t) only and evaluation reads fixed windows: a resumed run equals an unbroken one bit for bit.
 """
 import argparse
 import csv
-import ctypes
 import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -30,53 +31,64 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data.load import batch_starts, even_starts, open_data, read_windows
-from data.prepare import load_tokenizer, read_json, stop, token_bytes, write_atomic
-from flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, config_of, duration, flops_of, parse, steps_of
-from model import Config, LoopedLM
-from optim import lr_at, make_optimizers
-from plots import plot_loss
+from data.prepare import load_tokenizer, token_bytes
+from lib.checkpoint import check_same_run, load_checkpoint, save_checkpoint
+from lib.console import duration, progress, stop
+from lib.files import read_json, write_atomic
+from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, config_of, flops_of, parse, steps_of
+from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
+from lib.optim import lr_at, make_optimizers
+from lib.plots import plot_loss
+from lib.tricks import class_of_checkpoint, describe, model_class, trick_file
 
 
-# --- machine ---
-def keep_freed_memory():
-    """Tell glibc to keep freed memory instead of returning it to the system. Otherwise every large activation is mapped
-    and page-faulted anew in each step, a tenth of its time on CPU (results/bench.md). No effect elsewhere."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2 ** 30)                     # M_MMAP_THRESHOLD: serve blocks up to 1 GiB from the heap
-        mallopt(-1, 2 ** 31 - 1)                 # M_TRIM_THRESHOLD: and do not shrink the heap
-    except (OSError, AttributeError, TypeError):
-        pass
+# --- evaluation ---
+@torch.no_grad()
+def evaluate(model, folder, meta, n_tokens, batch_size, lengths, *, per_loop=False, n_loop=None):
+    """Loss on fixed windows spread evenly over the validation text, lengths as data.prepare.token_bytes gives them:
+    {"loss" nats/token of the last pass, "bpb" bits per byte of the text those targets stand for, "ce" nats after each
+    supervised pass, "norm" mean length of each H_k}."""
+    T, device = model.cfg.block_size, model.table.device
+    K = model.cfg.n_loop if n_loop is None else n_loop
+    n_ce = K if per_loop else 1
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    starts = even_starts(meta["splits"]["val"]["tokens"], n_tokens, T)
+    sums = torch.zeros(n_ce + K + 1, dtype=torch.double)                           # ce, norms, bytes
+    for i in range(rank * batch_size, len(starts), world * batch_size):
+        x, y = read_windows(folder / "val.bin", meta["dtype"], starts[i:i + batch_size], T)
+        _, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
+        sums[:-1] += torch.cat([out["ce"], out["norm"]]).cpu().double() * len(x)
+        sums[-1] += int(lengths[y.numpy()].sum())
+    if world > 1:
+        sums = sums.to(device) if device.type == "cuda" else sums
+        dist.all_reduce(sums)
+    *totals, n_bytes = sums.tolist()
+    means = [total / len(starts) for total in totals]
+    ce, norms = means[:n_ce], means[n_ce:]
+    bits_per_byte = ce[-1] * len(starts) * T / n_bytes / math.log(2)
+    return {"loss": ce[-1], "bpb": bits_per_byte, "ce": ce, "norm": norms}
 
 
-def pick_device(asked=""):
-    if asked:
-        try:
-            torch.zeros(1, device=asked).item()
-        except (RuntimeError, AssertionError) as e:
-            stop(f"--device={asked}: not usable on this machine ({str(e).splitlines()[0][:120]})")
-        return asked
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+# --- one step ---
+def loops_at(seed, step, n_loop):
+    """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
+    order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
+    block, i = divmod(step, 2 * n_loop - 1)
+    return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
 
 
-def pick_dtype(device, asked=""):
-    """bfloat16 where the hardware computes in it (AVX512-BF16 and AMX among CPUs), float32 elsewhere."""
-    if asked:
-        return asked
-    if device.startswith("cuda"):
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        probe = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-        has_bf16 = device == "cpu" and probe()
-    return "bfloat16" if has_bf16 else "float32"
+def settings_at(step, args, model, max_steps):
+    """How a step runs the model: arguments of LoopedLM.forward. A trick's schedule may change n_loop and bptt."""
+    n_loop = model.cfg.n_loop
+    if args.sample_loops:
+        n_loop = loops_at(args.seed, step, n_loop)
+    settings = dict(n_loop=n_loop, loss=args.loss, norm_penalty=args.norm_penalty, bptt=args.bptt)
+    return {**settings, **model.schedule(model.cfg, step, max_steps)}
 
 
-PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362, "RTX 4090": 165, "RTX 3090": 71}    # dense bf16
-
-
-def peak_flops(args, device):
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else ""
-    return 1e12 * (args.peak_tflops or next((t for key, t in PEAK_TFLOPS.items() if key in name), 0))
+def clip_and_measure(model, grad_clip):
+    """Clip the gradient to the norm grad_clip (0: leave it); returns its norm before."""
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
 
 
 def try_compile(model, idx, autocast):
@@ -91,106 +103,51 @@ def try_compile(model, idx, autocast):
     model.zero_grad(set_to_none=True)
 
 
-# --- evaluation ---
-@torch.no_grad()
-def evaluate(model, folder, meta, n_tokens, batch_size, lengths, per_loop=False, n_loop=None):
-    """Loss on fixed windows spread evenly over the validation text, lengths as data.prepare.token_bytes gives them:
-    {"loss" nats/token of the last pass, "bpb" bits per byte of the text those targets stand for, "ce" nats after each
-    supervised pass, "norm" mean length of each H_k}."""
-    T, device = model.cfg.block_size, model.table.device
-    starts = even_starts(meta["splits"]["val"]["tokens"], n_tokens, T)
-    n = len(starts)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    sums, n_bytes = 0, 0
-    for i in range(rank * batch_size, n, world * batch_size):
-        x, y = read_windows(folder / "val.bin", meta["dtype"], starts[i:i + batch_size], T)
-        n_bytes += int(lengths[y.numpy()].sum())
-        _, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
-        sums = sums + torch.cat([out["ce"], out["norm"]]).cpu().double() * len(x)
-    K = model.cfg.n_loop if n_loop is None else n_loop
-    sums = torch.as_tensor(sums if n > rank * batch_size else [0.0] * ((K if per_loop else 1) + K), dtype=torch.double)
-    sums = torch.cat([sums, torch.tensor([n_bytes], dtype=torch.double)])
-    if world > 1:
-        sums = sums.to(device) if device.type == "cuda" else sums
-        dist.all_reduce(sums)
-    *means, n_bytes = sums.tolist()
-    means = [m / n for m in means]
-    ce, norms = means[:-K], means[-K:]
-    return {"loss": ce[-1], "bpb": ce[-1] * n * T / n_bytes / math.log(2), "ce": ce, "norm": norms}
+# --- what the folder of a run holds ---
+def find_run(args, given):
+    """What --out_dir holds already: (args, state, folder, meta). args are the flags that the run began with and those
+    that may change, state its checkpoint or None, folder and meta the corpus. args is None if the run is complete."""
+    out = Path(args.out_dir)
+    if "data" not in given and (out / "config.json").is_file():          # a run stays with its corpus
+        first_args = read_json(out / "config.json")["args"]
+        args.data = first_args["data"]
+        args.vocab_size = given.get("vocab_size", first_args["vocab_size"])
+    config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
+    folder, meta = open_data(args)
+    data_sha256 = meta["splits"]["train"]["sha256"]
+    if (out / "summary.json").is_file() and not args.resume:
+        check_same_run(given, read_json(out / "config.json"), data_sha256, out, resume=False)
+        return None, None, folder, meta
+    ckpt = out / "ckpt.pt"
+    if not ckpt.is_file():
+        if args.resume:
+            stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
+        return args, None, folder, meta
+    state = load_checkpoint(ckpt)
+    if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
+        stop(f"{ckpt}: holds weights but no optimizer, so training cannot go on; choose another --out_dir")
+    check_same_run(given, state, data_sha256, ckpt, args.resume)
+    may_change = FREE | EXTENDABLE if args.resume else FREE
+    changes = {name: given[name] for name in may_change & given.keys()}
+    if args.resume and any(given.get(h) for h in HORIZON):               # one horizon replaces another
+        changes.update({h: given.get(h, 0) for h in HORIZON})
+    resumed = {**DEFAULTS, **state["args"], **changes, "out_dir": args.out_dir}
+    return argparse.Namespace(**resumed), state, folder, meta
 
 
-# --- one step ---
-def loops_at(seed, step, n_loop):
-    """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
-    order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
-    block, i = divmod(step, 2 * n_loop - 1)
-    return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
+def say_complete(out, args):
+    """The run is complete: what it reached, and which of its flags are not those of the command line."""
+    saved = read_json(out / "config.json")["args"]
+    others = [f"{name}={value}" for name, value in saved.items()
+              if name not in FREE and getattr(args, name, value) != value]
+    begun = f"; begun with {', '.join(others)}" if others else ""
+    print(f"{out} is complete (val {read_json(out / 'summary.json')['val_bpb']:.4f} bits/byte{begun}): nothing to do; "
+          "--resume with a longer horizon goes on, another --out_dir starts anew")
 
 
-def clip_and_measure(model, grad_clip):
-    """Clip the gradient to length grad_clip (0: leave it); returns its length before."""
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-
-
-# --- checkpoint ---
-def save_checkpoint(path, **state):
-    """Tensors and plain Python only, so that it loads without running code; renamed into place when complete."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        torch.save(state, temporary)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as e:         # a full disk is a RuntimeError to torch
-        temporary.unlink(missing_ok=True)
-        stop(f"{path}: could not be written ({str(e).splitlines()[0][:120]}); an older one is as it was")
-
-
-def load_checkpoint(ckpt, device="cpu"):
-    """The dict of a ckpt.pt, or of the run folder that holds one. Never runs code found in the file."""
-    path = Path(ckpt) / "ckpt.pt" if Path(ckpt).is_dir() else Path(ckpt)
-    if not path.is_file():
-        stop(f"{ckpt}: no checkpoint there; give a run folder or its ckpt.pt")
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        state["config"], state["model"]
-    except Exception as e:                       # pickle errors, zip errors, a payload that was refused
-        stop(f"{path}: not a checkpoint of train.py, or damaged ({type(e).__name__}); nothing in it was run")
-    return state
-
-
-def load_model(ckpt, device="cpu"):
-    """(model in evaluation mode, state of its checkpoint) from a run folder or a ckpt.pt."""
-    state = load_checkpoint(ckpt, device)
-    model = LoopedLM(Config(**state["config"])).to(device)
-    model.load_state_dict(state["model"])
-    return model.eval(), state
-
-
-def run_folder(ckpt):
-    """The folder of a run that is given as a folder or as its ckpt.pt."""
-    return Path(ckpt) if Path(ckpt).is_dir() else Path(ckpt).parent
-
-
-def data_of(state):
-    """(folder, meta) of the corpus that a checkpoint was trained on."""
-    return open_data(argparse.Namespace(**state["args"]))
-
-
-def check_same_run(given, saved, data_sha256, where, resume):
-    """A run goes on with the flags and data it began with: what says otherwise is an error, not silently dropped."""
-    if saved["data_sha256"] != data_sha256:
-        stop(f"--data or --vocab_size: not the corpus that {where} was trained on; choose another --out_dir")
-    for name, value in given.items():
-        may_differ = name in FREE or (resume and name in EXTENDABLE)
-        if not may_differ and saved["args"].get(name, value) != value:
-            value, begun = (f"{v:g}" if isinstance(v, float) else v for v in (value, saved["args"][name]))
-            stop(f"--{name}={value} contradicts {where}, begun with {name}={begun}: drop the flag, "
-                 + ("add --resume, " if name in EXTENDABLE else "") + "or choose another --out_dir")
-
-
-# --- what a run leaves behind ---
 def open_metrics(path, step, columns):
-    """A function that appends rows to metrics.csv. Those behind the checkpoint at step are dropped: the resumed run
-    writes them again."""
+    """A function that appends rows to metrics.csv. Rows after step, that of the checkpoint, are dropped: the resumed
+    run writes them again."""
     kept = []
     if step and path.is_file():
         with open(path, newline="", encoding="utf-8") as f:
@@ -206,20 +163,56 @@ def open_metrics(path, step, columns):
     return write
 
 
-def progress(line, keep):
-    """One line that rewrites itself on a terminal; in a log, the lines worth keeping and one a minute."""
-    if sys.stdout.isatty():
-        print(f"\r\033[K{line}", end="\n" if keep else "", flush=True)
-    elif keep or time.time() - progress.printed > 60:
-        print(line, flush=True)
-        progress.printed = time.time()
+def metrics_columns(args, cfg):
+    """Those of the rows below that a run has: open_metrics leaves the others out."""
+    passes = range(1, cfg.n_loop + 1)
+    columns = "step tokens flops train_loss val_loss val_bpb lr grad_norm tok_per_s".split()
+    if args.loss == "per_loop":
+        columns += [f"val_ce_{k}" for k in passes]
+    columns += [f"val_norm_{k}" for k in passes]
+    return columns + ["balance", "z"] if cfg.n_expert else columns
 
 
-progress.printed = time.time()
+def val_columns(val):
+    """The columns of an evaluation, a dict as evaluate gives it."""
+    norms = {f"val_norm_{k}": length for k, length in enumerate(val["norm"], 1)}
+    losses = {f"val_ce_{k}": ce for k, ce in enumerate(val["ce"], 1)}
+    return {"val_loss": val["loss"], "val_bpb": val["bpb"], **norms, **losses}
 
 
-def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
+def open_folder(out, identity, meta, trick, extends):
+    """Make the run folder with config.json and a copy of the trick. extends: more steps follow, so that a complete run
+    is not complete any more."""
+    about = dict(identity, val_sha256=meta["splits"]["val"]["sha256"], torch=torch.__version__,
+                 python=sys.version.split()[0], command=shlex.join(["python", *sys.argv]))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if extends:
+            (out / "summary.json").unlink(missing_ok=True)
+        write_atomic(out / "config.json", json.dumps(about, indent=1).encode())
+        if trick:
+            shutil.copy(trick_file(trick), out)
+    except OSError as e:
+        stop(f"--out_dir={out}: cannot write there ({e.strerror}); choose another folder")
+
+
+def describe_run(args, model, tokens_per_step, max_steps, epoch_tokens):
+    """The lines before the first step: parameters by group, depth, FLOPs, tokens."""
+    cfg, tokens, F = model.cfg, max_steps * tokens_per_step, flops_of(args, model.cfg, max_steps)
+    counts = model.param_counts(cfg)
+    groups = " + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
+    active = sum(model.param_counts(cfg, active=True).values())
+    print(f"{groups} = {sum(counts.values()) / 1e6:.2f}M parameters"
+          + (f", {active / 1e6:.2f}M active" if cfg.n_expert else ""))
+    print(f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
+          f"{F / 1e6:.1f} MFLOPs/token" + (f"; {args.trick}" if args.trick else ""))
+    print(f"{max_steps} steps x {tokens_per_step} = {tokens / 1e6:.2f}M tokens ({tokens / epoch_tokens:.2f} epochs), "
+          f"{F * tokens:.2e} FLOPs")
+
+
+def finish(out, model, encoding, args, val, tokens, flops, wall_s):
     """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
+    cfg = model.cfg
     model.eval()
     model.compile_blocks(on=False)
     start = torch.tensor([[encoding.eot_token]], device=model.table.device)
@@ -227,13 +220,13 @@ def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
     ids = model.generate(start, min(200, cfg.block_size), temperature=0.8, top_k=50, generator=generator)
     sample = encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
     write_atomic(out / "sample.txt", sample.encode())
-    counts = cfg.param_counts(active=True)       # what the scaling law counts: the experts that work on a token
+    active = model.param_counts(cfg, active=True)          # what the law counts: the experts that work on a token
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
                    n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
-                   n_once=counts["once"], n_rec=counts["recurrent"] + counts["injection"],
-                   n_total=sum(cfg.param_counts().values()), tokens=tokens,
-                   flops=flops_of(args, cfg) * tokens, val_loss=val["loss"], val_bpb=val["bpb"],
-                   wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"], val_norm=val["norm"])
+                   trick=Path(args.trick).stem, n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
+                   n_total=sum(model.param_counts(cfg).values()), tokens=tokens, flops=flops, val_loss=val["loss"],
+                   val_bpb=val["bpb"], wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"],
+                   val_norm=val["norm"])
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
                    f"{val['bpb']:.3f} bits per byte")
     write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
@@ -241,45 +234,18 @@ def finish(out, model, encoding, args, cfg, val, tokens, wall_s):
           f"{tokens / 1e6:.2f}M tokens in {duration(wall_s)}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
 
 
-# --- the run ---
-def train(args, given):
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    master = rank == 0
-    out = Path(args.out_dir)
-    summary, ckpt_path = out / "summary.json", out / "ckpt.pt"
-    if "data" not in given and (out / "config.json").is_file():
-        begun = read_json(out / "config.json")["args"]
-        args.data, args.vocab_size = begun["data"], given.get("vocab_size", begun["vocab_size"])
-    config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
-    folder, meta = open_data(args)
-    data_sha256 = meta["splits"]["train"]["sha256"]
-    if summary.is_file() and not args.resume:
-        check_same_run(given, read_json(out / "config.json"), data_sha256, out, False)
-        if master:
-            saved = read_json(out / "config.json")["args"]
-            other = [f"{k}={v}" for k, v in saved.items() if k not in FREE and getattr(args, k, v) != v]
-            print(f"{out} is complete (val {read_json(summary)['val_bpb']:.4f} bits/byte"
-                  + f"; begun with {', '.join(other)}" * bool(other) + "): nothing to do; --resume with a longer "
-                  "horizon goes on, another --out_dir starts anew")
-        return
-    state = None
-    if ckpt_path.is_file():
-        state = load_checkpoint(ckpt_path)
-        if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
-            stop(f"{ckpt_path}: holds weights but no optimizer, so training cannot go on; choose another --out_dir")
-        check_same_run(given, state, data_sha256, ckpt_path, args.resume)
-        changed = {name: given[name] for name in FREE & given.keys()}
-        if args.resume:
-            changed.update({name: given[name] for name in EXTENDABLE & given.keys()})
-            if any(given.get(h) for h in HORIZON):
-                changed.update({h: given.get(h, 0) for h in HORIZON})
-        args = argparse.Namespace(**{**DEFAULTS, **state["args"], **changed, "out_dir": args.out_dir})
-    elif args.resume:
-        stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
-    if args.batch_size % world:
-        stop(f"--batch_size={args.batch_size} does not divide over {world} processes: "
-             f"the nearest that does is {max(1, round(args.batch_size / world)) * world}")
+def refuse_to_go_on(what, step, ckpt_path):
+    kept = f"{ckpt_path} keeps the last good weights" if ckpt_path.is_file() else "no checkpoint was written yet"
+    stop(f"step {step}: {what} is not finite; {kept}: --resume with a lower --learning_rate goes on from there, "
+         f"more --warmup_steps need another --out_dir")
 
+
+# --- the run ---
+def start_process(args, world):
+    """The device of this process, of world processes that train together."""
+    if args.batch_size % world:
+        nearest = max(1, round(args.batch_size / world)) * world
+        stop(f"--batch_size={args.batch_size} does not divide over {world} processes: the nearest that does is {nearest}")
     device = pick_device(args.device)
     if world > 1:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -290,131 +256,147 @@ def train(args, given):
         torch.set_num_threads(args.threads)
     if device == "cpu":
         keep_freed_memory()
-    encoding = load_tokenizer(folder)
-    lengths = token_bytes(encoding)
+    return device
+
+
+def restore(state, model, optimizers, max_steps, ckpt_path):
+    """Put the state of a checkpoint back into model and optimizers; returns its step and the seconds spent so far."""
+    if state["step"] > max_steps:
+        stop(f"{ckpt_path} is at step {state['step']}, past the {max_steps} steps asked for: give a longer horizon")
+    model.load_state_dict(state["model"])
+    for optimizer, its_state in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(its_state)
+    return state["step"], state["wall_s"]
+
+
+def train(args, given):
+    """One run, from its flags to summary.json. given: the flags that the command line asks for, {name: value}."""
+    # 1. Is there anything to do? A complete run returns, an interrupted one resumes from its checkpoint.
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    master = rank == 0
+    out, asked = Path(args.out_dir), args
+    ckpt_path = out / "ckpt.pt"
+    args, state, folder, meta = find_run(args, given)
+    if args is None:
+        return say_complete(out, asked) if master else None
     for name in ("n_active", "balance"):
         if name in given and not args.n_expert:
             stop(f"--{name} is for a layer of experts: give --n_expert as well, or drop it")
-    cfg = config_of(args, meta["vocab_size"])
-    max_steps, F = steps_of(args, cfg), flops_of(args, cfg)
-    tokens_per_step = args.batch_size * args.grad_accum * cfg.block_size
+
+    # 2. The device. Under torchrun each process has its own.
+    device = start_process(args, world)
     dtype = pick_dtype(device, args.dtype)
-    device_type = device.split(":")[0]
 
     def autocast():
-        return torch.autocast(device_type, dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+        return torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=dtype == "bfloat16")
 
+    # 3. The model and its optimizers, as they were at the checkpoint if there is one.
+    cfg = config_of(args, meta["vocab_size"])
+    if state:
+        make_model = class_of_checkpoint(state, ckpt_path, given.get("trick", ""))
+    else:
+        make_model = model_class(args.trick, args.trick_args)
     torch.manual_seed(args.seed)
-    model = LoopedLM(cfg).to(device)
+    model = make_model(cfg).to(device)
     optimizers = make_optimizers(model, args)
+    max_steps = steps_of(args, cfg)
+    tokens_per_step = args.batch_size * args.grad_accum * cfg.block_size
+    flops_per_step = flops_of(args, cfg, max_steps) * tokens_per_step
     step, wall_s = 0, 0.0
     if state:
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        step, wall_s = state["step"], state["wall_s"]
-        if step > max_steps:
-            stop(f"{ckpt_path} is at step {step}, past the {max_steps} steps asked for: give a longer horizon")
-    if args.compile if args.compile is not None else device_type == "cuda":
+        step, wall_s = restore(state, model, optimizers, max_steps, ckpt_path)
+    if args.compile if args.compile is not None else device.startswith("cuda"):
         example = torch.zeros(args.batch_size // world, cfg.block_size, dtype=torch.long, device=device)
         try_compile(model, example, autocast)
     ddp = DistributedDataParallel(model) if world > 1 else model
 
+    # 4. The run folder: what is known before the first step.
+    encoding = load_tokenizer(folder)
+    identity = dict(config=asdict(cfg), args=vars(args), trick=describe(args.trick, args.trick_args),
+                    data_sha256=meta["splits"]["train"]["sha256"])
     if master:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            if step < max_steps:
-                summary.unlink(missing_ok=True)  # of a complete run that is extended: not complete any more
-            plain = dict(config=asdict(cfg), args=vars(args), torch=torch.__version__, python=sys.version.split()[0],
-                         data_sha256=data_sha256, val_sha256=meta["splits"]["val"]["sha256"],
-                         command=shlex.join(["python", *sys.argv]))
-            write_atomic(out / "config.json", json.dumps(plain, indent=1).encode())
-        except OSError as e:
-            stop(f"--out_dir={out}: cannot write there ({e.strerror}); choose another folder")
-        counts = cfg.param_counts()
-        tokens = max_steps * tokens_per_step
-        print(" + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
-              + f" = {sum(counts.values()) / 1e6:.2f}M parameters"
-              + (f", {sum(cfg.param_counts(active=True).values()) / 1e6:.2f}M active" if cfg.n_expert else "") + "\n"
-              f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
-              f"{F / 1e6:.1f} MFLOPs/token\n{max_steps} steps x {tokens_per_step} = {tokens / 1e6:.2f}M tokens "
-              f"({tokens / meta['splits']['train']['tokens']:.2f} epochs), {F * tokens:.2e} FLOPs\n"
-              f"{device}, {dtype}, {torch.get_num_threads()} threads"
+        open_folder(out, identity, meta, args.trick, extends=step < max_steps)
+        describe_run(args, model, tokens_per_step, max_steps, meta["splits"]["train"]["tokens"])
+        print(f"{device}, {dtype}, {torch.get_num_threads()} threads"
               + (f", {world} processes" if world > 1 else "") + (f"; going on from step {step}" if step else ""))
-        passes = range(1, cfg.n_loop + 1)
-        write_rows = open_metrics(out / "metrics.csv", step, [
-            "step", "tokens", "flops", "train_loss", "val_loss", "val_bpb", "lr", "grad_norm", "tok_per_s",
-            *(f"val_ce_{k}" for k in passes if args.loss == "per_loop"), *(f"val_norm_{k}" for k in passes),
-            *(("balance", "z") if cfg.n_expert else ())])
-
-    signals = []
-    previous = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
-    peak = peak_flops(args, device) * world
-
-    def refuse_to_go_on(what):
-        kept = f"{ckpt_path} keeps the last good weights" if ckpt_path.is_file() else "no checkpoint was written yet"
-        stop(f"step {step}: {what} is not finite; {kept}: --resume with a lower --learning_rate goes on from there, "
-             f"more --warmup_steps need another --out_dir")
+        write_rows = open_metrics(out / "metrics.csv", step, metrics_columns(args, cfg))
+    signals = []                                 # Ctrl-C or SIGTERM: finish the step, save, leave
+    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def save():
         if not all(p.isfinite().all() for p in model.parameters()):
-            refuse_to_go_on("a weight")
+            refuse_to_go_on("a weight", step, ckpt_path)
         if master:
             save_checkpoint(ckpt_path, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
-                            step=step, wall_s=wall_s, config=asdict(cfg), args=vars(args), data_sha256=data_sha256)
+                            step=step, wall_s=wall_s, **identity)
+
+    lengths = token_bytes(encoding)
 
     def validate():
         model.eval()
         with autocast():
-            val = evaluate(model, folder, meta, args.eval_tokens, args.batch_size, lengths, args.loss == "per_loop")
+            val = evaluate(model, folder, meta, args.eval_tokens, args.batch_size, lengths,
+                           per_loop=args.loss == "per_loop")
         model.train()
         return val
 
-    biased = cfg.n_expert and cfg.balance == "bias"
-    val, begun, first = None, time.time(), step
-    window, window_steps = 0.0, 0
+    # 5. The training loop.
+    uses_bias = cfg.n_expert and cfg.balance == "bias"
+    peak = peak_flops(args.peak_tflops, device) * world
+    val, started_at, first_step = None, time.time(), step
+    window_s, window_steps = 0.0, 0              # since the last row of metrics.csv
     while step < max_steps:
         tick = time.perf_counter()
+        # 5.1 the learning rate of this step
         lr = lr_at(step, args, max_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1)
+
+        # 5.2 forward and backward, one micro-batch after the other; every process takes its share of each
         starts = batch_starts(args.seed, step, args.batch_size * args.grad_accum, meta["splits"]["train"]["tokens"],
                               cfg.block_size)
-        n_loop = loops_at(args.seed, step, cfg.n_loop) if args.sample_loops else cfg.n_loop
+        settings = settings_at(step, args, model, max_steps)
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
-            mine = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
-            x, y = read_windows(folder / "train.bin", meta["dtype"], mine, cfg.block_size)
+            share = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
+            x, y = read_windows(folder / "train.bin", meta["dtype"], share, cfg.block_size)
             if world > 1:                        # average the gradients over processes once, at the last micro-batch
                 ddp.require_backward_grad_sync = micro == args.grad_accum - 1
             with autocast():
-                _, result = ddp(x.to(device), y.to(device), n_loop=n_loop, loss=args.loss,
-                                norm_penalty=args.norm_penalty, bptt=args.bptt)
+                _, result = ddp(x.to(device), y.to(device), **settings)
             (result["loss"] / args.grad_accum).backward()
             loss += result["ce"][-1].detach() / args.grad_accum
             if cfg.n_expert:
                 router += torch.stack([result["balance"], result["z"]]).detach() / args.grad_accum
                 load = load + result["load"]
+        if model.embed.weight.grad is None:
+            stop(f"step {step}: no gradient reaches the embedding, since no pass within --bptt={settings['bptt']} reads "
+                 "the input; raise it or drop it")
+
+        # 5.3 clip the gradient; what the processes have to agree on goes around in one message
         grad_norm = clip_and_measure(model, args.grad_clip)
-        report = torch.stack([loss / world, grad_norm / world, torch.tensor(float(bool(signals)), device=device),
-                              *router / world])
+        message = torch.stack([loss / world, grad_norm / world, torch.tensor(float(bool(signals)), device=device),
+                               *router / world])
         if world > 1:
-            dist.all_reduce(report)
-            if biased:
+            dist.all_reduce(message)
+            if uses_bias:
                 dist.all_reduce(load)
-        train_loss, grad_norm, stopping, balance, z = report.tolist()
+        train_loss, grad_norm, stopping, balance, z = message.tolist()
         if not math.isfinite(train_loss + grad_norm):
-            refuse_to_go_on(f"the loss ({train_loss}) or the gradient ({grad_norm})")
+            refuse_to_go_on(f"the loss ({train_loss}) or the gradient ({grad_norm})", step, ckpt_path)
+
+        # 5.4 the step
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if biased:
+        if uses_bias:
             model.rebalance(load)
         step += 1
-        window, window_steps = window + time.perf_counter() - tick, window_steps + 1
+        window_s, window_steps = window_s + time.perf_counter() - tick, window_steps + 1
         wall_s += time.perf_counter() - tick
 
+        # 5.5 evaluate, log, save
         last = step == max_steps
         evaluates = last or (args.eval_interval and step % args.eval_interval == 0)
         if evaluates:
@@ -422,39 +404,33 @@ def train(args, given):
             val = validate()
             wall_s += time.perf_counter() - tick
             if not math.isfinite(val["loss"]):
-                refuse_to_go_on("the validation loss")
+                refuse_to_go_on("the validation loss", step, ckpt_path)
         if master and (evaluates or step % args.log_interval == 0):
-            speed = tokens_per_step * window_steps / window
-            window, window_steps = 0.0, 0
-            row = dict(step=step, tokens=step * tokens_per_step, flops=F * step * tokens_per_step, lr=lr,
-                       train_loss=train_loss, grad_norm=grad_norm, tok_per_s=round(speed))
-            if cfg.n_expert:
-                row.update(balance=balance, z=z)
-            if evaluates:
-                row.update(val_loss=val["loss"], val_bpb=val["bpb"])
-                row.update({f"val_norm_{k}": n for k, n in enumerate(val["norm"], 1)})
-                if args.loss == "per_loop":
-                    row.update({f"val_ce_{k}": ce for k, ce in enumerate(val["ce"], 1)})
-            write_rows(row)
-            eta = (time.time() - begun) / (step - first) * (max_steps - step)
-            mfu = f" {100 * F * speed / peak:.1f}% MFU" if peak else ""
+            speed = tokens_per_step * window_steps / window_s
+            window_s, window_steps = 0.0, 0
+            row = dict(step=step, tokens=step * tokens_per_step, flops=step * flops_per_step, lr=lr,
+                       train_loss=train_loss, grad_norm=grad_norm, tok_per_s=round(speed), balance=balance, z=z)
+            write_rows({**row, **val_columns(val)} if evaluates else row)
+            eta = (time.time() - started_at) / (step - first_step) * (max_steps - step)
+            mfu = f" {100 * flops_per_step / tokens_per_step * speed / peak:.1f}% MFU" if peak else ""
             seen = f" val {val['bpb']:.3f} bits/byte" if val else ""
             progress(f"step {step}/{max_steps} loss {train_loss:.3f}{seen} {speed / 1e3:.1f}k tok/s{mfu} "
-                     f"ETA {duration(eta)}", evaluates)
+                     f"ETA {duration(eta)}", keep=evaluates)
         if evaluates or stopping:
             save()
         if stopping and not last:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            if master:
-                print(f"\nstopped after step {step}, saved to {ckpt_path}: the same command goes on from there")
-            raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
-    for number, handler in previous.items():
+            break
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
+    # 6. The end: stopped by a signal, or complete.
+    if step < max_steps:
+        if master:
+            print(f"\nstopped after step {step}, saved to {ckpt_path}: the same command goes on from there")
+        raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
     val = val or validate()                      # resumed at the very end: the summary alone was missing
     if master:
-        finish(out, model, encoding, args, cfg, val, step * tokens_per_step, wall_s)
+        finish(out, model, encoding, args, val, step * tokens_per_step, step * flops_per_step, wall_s)
     if world > 1:
         dist.barrier()                           # nobody leaves while another still needs the group
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.prepare import prepare, read_json, stop
-
-ROOT = Path(__file__).resolve().parent.parent
+from data.prepare import prepare
+from lib.console import stop
+from lib.files import ROOT, read_json
 
 
 def open_data(args):

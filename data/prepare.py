@@ -27,49 +27,16 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
+if __name__ == "__main__":                       # Python then looks for modules in data/ only: show it the folder above
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from lib.console import misused, stop
+from lib.files import check_writable, read_json, write_atomic
+
 EOT = "<|endoftext|>"
 BPE_SAMPLE_BYTES = 50_000_000     # a vocabulary of a few thousand is settled long before this much text
 HELD_OUT_DOCS = 2_000             # of a streamed corpus: the first ones, for val and test in turn, however much follows
 HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
-
-
-# --- used by every script; they stand here because `python data/prepare.py` does not see the folder above ---
-def stop(sentence):
-    """End the program: one line on stderr, exit status 2."""
-    print(f"error: {sentence}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def misused(sentence):
-    """What argparse says of a command line (parser.error), with a way on."""
-    stop(f"{sentence}; -h lists the flags")
-
-
-def read_json(path):
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        stop(f"{path}: missing or damaged; make its folder again")
-
-
-def check_writable(flag, *folders):
-    """Make the folders and find out before the work, not after it, whether they can be written to."""
-    for folder in folders:
-        probe = Path(folder) / f".{os.getpid()}.tmp"
-        try:
-            probe.parent.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-            probe.unlink()
-        except OSError as e:
-            stop(f"{flag}: cannot write to {folder} ({e.strerror}); choose another folder")
-
-
-def write_atomic(path, data):
-    """Write bytes to path so that a reader sees the old file or the whole new one, never a part."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
 
 
 # --- corpora: each yields (split, document) ---

@@ -23,7 +23,7 @@ PYTHON = [c for c in SHELL if c.startswith("python ")]
 BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```", README, re.S)
        for line in block.splitlines() if "train.py" in line]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
-         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "moe.py": ["--tokens=512"],
+         "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "routing_study.py": ["--tokens=512"],
          "early_exit.py": ["--tokens=256", "--rounds=1", "--max_new_tokens=8", "--device=cpu"],
          "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"],
          "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
@@ -59,7 +59,7 @@ def test_readme_command(command, run, tmp_path):
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
 
 
-@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "moe", "readout_study"])
+@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "readout_study", "routing_study"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
     text = "".join((ROOT / f"{name}.py").read_text() for name in {script, *(["sweep"] if script == "fit_law" else [])})

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import downstream as D
-import tasks
+from lib import tasks
 import train as T
 from data.prepare import load_tokenizer
+from lib.checkpoint import load_model
 from model import Config, LoopedLM
 
 CONFIG = dict(vocab_size=70, block_size=32, n_embd=32, n_head=2)
 VARIANTS = [dict(), dict(n_prelude=0, n_coda=0, inject="add", readout="final", loop_norm=False), dict(n_expert=4),
-            dict(n_loop=1, inject="none"), dict(inject="hyper", tied=True)]
+            dict(n_loop=1, inject="none"), dict(tied=True)]
 
 
 def small_model(**more):
@@ -373,7 +374,7 @@ def test_list_needs_no_checkpoint(capsys):
 
 def test_lm_eval_generation_is_greedy_and_stops(trained):
     pytest.importorskip("lm_eval")
-    model, state = T.load_model(trained)
+    model, state = load_model(trained)
     encoding = load_tokenizer(T.open_data(SimpleNamespace(**state["args"]))[0])
     prompt = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary("abc")]])
     plain = encoding.decode(model.generate(prompt, 12, temperature=0, n_loop=2)[0, prompt.size(1):].tolist())

@@ -51,7 +51,7 @@ def middle_tau(model, criterion="entropy"):
 
 def test_an_unlooped_model_enters_its_only_pass_as_the_forward_pass_does(monkeypatch):
     """Whatever combine does, also an injection that a fork adds: positions one by one equal the forward pass."""
-    monkeypatch.setattr(LoopedLM, "combine", lambda self, e, h: h + 0.7 * e)
+    monkeypatch.setattr(LoopedLM, "combine", lambda self, e, h, k: h + 0.7 * e)
     model, x = small(**UNLOOPED), tokens(2)
     cache = E.RowCache(model, 2)
     with torch.inference_mode():
@@ -305,9 +305,9 @@ def test_a_decision_looks_at_no_later_token():
 def test_costs_agree_with_the_counter_of_torch(variant):
     """At the last position of the context, where attention reads all T keys, routers aside."""
     model = small(**dict(variant, n_expert=0))
-    cfg, c = model.cfg, E.costs(model.cfg)
-    assert c["full"] == cfg.flops_per_token(train=False)
-    for d in range(1, c["stages"] + 1):
+    cfg, c = model.cfg, E.costs(model)
+    assert c.full == LoopedLM.flops_per_token(cfg, train=False)
+    for d in range(1, c.stages + 1):
         for reads in (False, True):
             for kv in policies(model):
                 cache = E.RowCache(model, 1)
@@ -315,12 +315,12 @@ def test_costs_agree_with_the_counter_of_torch(variant):
                 with torch.no_grad(), FlopCounterMode(display=False) as counter:
                     E.step(model, torch.tensor([3]), cache, E.exit_at(torch.full((1, cfg.block_size), d), reads), kv)
                 share = E.saved(c, torch.tensor([d]), reads, kv)["charged"]
-                assert counter.get_total_flops() == pytest.approx(c["full"] * (1 - share), rel=1e-9)
+                assert counter.get_total_flops() == pytest.approx(c.full * (1 - share), rel=1e-9)
 
 
 def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
     model, x = small(**PLAIN), tokens(16)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model.cfg)
+    seen, c = X.observe(model, [(x, x)]), E.costs(model)
     before = -math.inf
     for tau in (0.0, *seen["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
         depth = X.first_below(seen["entropy"], tau)
@@ -337,7 +337,7 @@ def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
 # --- frontier ---
 def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model.cfg)
+    seen, c = X.observe(model, [(x, x)]), E.costs(model)
     for way in ("layers", "charged"):
         def saving(depth):
             return E.saved(c, depth, True)[way]
@@ -348,7 +348,7 @@ def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
 
 def test_baselines_cost_what_the_exits_cost():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model.cfg)
+    seen, c = X.observe(model, [(x, x)]), E.costs(model)
     depth = X.first_below(seen["entropy"], middle_tau(model))
     for way in ("layers", "charged"):
         mine = E.saved(c, depth, True)[way]
@@ -375,7 +375,7 @@ def test_intervals_resample_documents():
 
 
 def test_schedule_claims_what_was_asked():
-    c = E.costs(Config(**{**SMALL, **PLAIN}))
+    c = E.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
     for target in (0.1, 0.3, 0.5):
         depth = X.schedule(c, 1000, target, True)
         assert E.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)

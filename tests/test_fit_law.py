@@ -491,7 +491,7 @@ def test_plan_of_a_trick_carries_its_flags_and_counts_its_flops(cli):
     for line, r in zip(done.stdout.splitlines(), (2, 4), strict=True):
         args, _ = T.parse(line.split("  # ")[0].split()[2:])
         assert args.bptt == 1 and args.n_loop == r and args.out_dir == f"out/short/C1e+12-d32-r{r}-s42"
-        assert f"F={T.config_of(args, 1024).flops_per_token(bptt=1):.4g}" in line
+        assert f"F={LoopedLM.flops_per_token(T.config_of(args, 1024), bptt=1):.4g}" in line
 
 
 def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
@@ -504,7 +504,7 @@ def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
     for line in lines:
         args, _ = T.parse(line.split("  # ")[0].split()[2:])
         cfg = T.config_of(args, args.vocab_size)
-        n, per_token = cfg.param_counts(active=True), cfg.flops_per_token()
+        n, per_token = LoopedLM.param_counts(cfg, active=True), LoopedLM.flops_per_token(cfg)
         assert f"F={per_token:.4g}" in line and cfg.depth() == 8
         best = 8e4 * (args.max_flops / 3.8e12) ** 0.5 / cfg.n_loop
         loss = 4 + 0.1 * np.log(n["recurrent"] / best) ** 2 + offset[cfg.n_loop, cfg.n_expert]

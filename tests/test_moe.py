@@ -1,8 +1,6 @@
 """moe.py, and muP in model.py, against a plain loop over tokens in float64, the paper's tables, and their properties."""
-import json
 import math
 import statistics
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import moe
 import train as T
+from lib.checkpoint import load_model
 from model import Config, KVCache, LoopedLM
 from test_train import equal, interrupt_at, losses, rows, train, weights
 
@@ -271,7 +270,7 @@ def test_parameter_counts_match_the_papers_table(d, d_ff, active, both, sparse):
         cfg = T.config_of(args, 50257)
         assert cfg.d_ff == d_ff and cfg.n_head == d // 64 and cfg.depth() == 16
         padding = 2 * (cfg.padded_vocab - 50257) * d      # the paper's matrices have 50,257 rows, these 50,304
-        n = cfg.param_counts(active)
+        n = LoopedLM.param_counts(cfg, active)
         return round((sum(n.values()) + active * (cfg.n_loop - 1) * n["recurrent"] - padding) / 1e6)
     for preset in ("base", "looped", "moe", "both"):
         assert millions(preset, True) == active           # a looped layer counts once per pass there
@@ -281,15 +280,15 @@ def test_parameter_counts_match_the_papers_table(d, d_ff, active, both, sparse):
 @pytest.mark.parametrize("variant", SPARSE)
 def test_groups_sum_to_numel_and_flops_agree_with_torchs_counter(variant):
     model = small(**variant)
-    assert sum(model.cfg.param_counts().values()) == sum(p.numel() for p in model.parameters())
+    assert sum(LoopedLM.param_counts(model.cfg).values()) == sum(p.numel() for p in model.parameters())
     dense = Config(**{**SMALL, **variant, "n_expert": 0})
-    assert model.cfg.param_counts(active=True) == dense.param_counts()
-    assert model.cfg.flops_per_token() == dense.flops_per_token()
+    assert LoopedLM.param_counts(model.cfg, active=True) == LoopedLM.param_counts(dense)
+    assert LoopedLM.flops_per_token(model.cfg) == LoopedLM.flops_per_token(dense)
     cfg = Config(vocab_size=512, block_size=64, n_embd=128, n_head=2, n_expert=8, n_recur=2, n_loop=2)
     model, x = LoopedLM(cfg), torch.randint(0, 512, (32, 64))
     with FlopCounterMode(display=False) as counted:
         model(x, x)[1]["loss"].backward()
-    assert counted.get_total_flops() / x.numel() == pytest.approx(cfg.flops_per_token(), rel=0.02)
+    assert counted.get_total_flops() / x.numel() == pytest.approx(LoopedLM.flops_per_token(cfg), rel=0.02)
 
 
 # --- decoding, saving, several processes ---
@@ -344,7 +343,7 @@ def test_resumed_mixture_equals_unbroken_one_bit_for_bit(tiny, tmp_path, monkeyp
     train(tiny("--n_expert=4", *flags, out="broken"))
     assert equal(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
     assert losses(tmp_path / "straight") == losses(tmp_path / "broken")
-    model, _ = T.load_model(tmp_path / "broken")          # what belongs to the model is in its checkpoint
+    model, _ = load_model(tmp_path / "broken")          # what belongs to the model is in its checkpoint
     assert model.cfg.mup_base == (16 if "--mup_base=16" in flags else 0)
     if "--balance=bias" in flags:
         assert all(layer.bias.abs().sum() > 0 for layer in mixtures(model))
@@ -458,34 +457,7 @@ def test_best_learning_rate_stays_within_one_grid_step_over_widths():
     assert max(optimum) - min(optimum) <= 1 and 0 < min(optimum) and max(optimum) < len(rates) - 1
 
 
-# --- routing across passes ---
-def test_agreement_against_counting_sets():
-    torch.manual_seed(0)
-    a, b = choices("all", 3, 8, 200), choices("all", 3, 8, 200)
-    sets = [(set(p), set(q)) for p, q in zip(a.tolist(), b.tolist())]
-    found = moe.agreement(moe.overlap(a, b), 3)
-    assert found["identical"] == pytest.approx(sum(p == q for p, q in sets) / 200)
-    assert found["disjoint"] == pytest.approx(sum(not p & q for p, q in sets) / 200)
-    assert found["jaccard"] == pytest.approx(statistics.mean(len(p & q) / len(p | q) for p, q in sets))
-    assert found["identical"] + found["partial"] + found["disjoint"] == pytest.approx(1)
-    assert moe.seen(torch.stack([a, b]), 8) == pytest.approx(statistics.mean(len(p | q) for p, q in sets))
-
-
-def test_chance_baselines():
-    """2 of 8 drawn twice: 15/28 disjoint, 1/28 identical, Jaccard 0.179; skewed loads agree more than that."""
-    chance = moe.uniform_chance(8, 2)
-    assert (chance["disjoint"], chance["partial"], chance["identical"]) == pytest.approx((15 / 28, 12 / 28, 1 / 28))
-    assert chance["jaccard"] == pytest.approx(0.179, abs=5e-4)
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.rand(4000, 8, generator=generator).topk(2).indices for _ in "ab")
-    shuffled = moe.shuffled_chance(a, b, 2, generator)
-    assert all(shuffled[key] == pytest.approx(chance[key], abs=0.01) for key in chance)
-    assert moe.shuffled_chance(a, a, 2, generator)["jaccard"] == pytest.approx(chance["jaccard"], abs=0.01)
-    skew = torch.tensor([2, 2, 0, 0, 0, 0, 0, 0])
-    a, b = ((torch.rand(4000, 8, generator=generator) + skew).topk(2).indices for _ in "ab")
-    assert moe.shuffled_chance(a, b, 2, generator)["identical"] == pytest.approx(1)
-
-
+# --- directed choices, compiling, speed ---
 def test_reusing_the_first_pass_moves_the_choice_only():
     """Forced experts get the later pass's own gates; forcing what a router chose anyway changes nothing."""
     model, x = small(n_recur=2, n_loop=2, n_prelude=1).eval(), tokens(T=32)
@@ -497,41 +469,6 @@ def test_reusing_the_first_pass_moves_the_choice_only():
     assert all(torch.equal(forced.chosen[s], forced.chosen[s - 2]) for s in (3, 4))
     assert not torch.allclose(a, b)
     torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-5)
-
-
-def study(monkeypatch, capsys, *flags):
-    """What moe.py prints, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["moe.py", *map(str, flags)])
-    moe.main()
-    return capsys.readouterr().out
-
-
-def test_study_of_a_run(monkeypatch, capsys, tiny, tmp_path):
-    train(tiny("--n_expert=8", "--n_recur=2", "--n_loop=3", "--inject=none"))
-    out = study(monkeypatch, capsys, f"--ckpt={tmp_path / 'run'}", f"--out_dir={tmp_path / 'study'}", "--tokens=1024")
-    assert "chance, uniform" in out and "untrained" in out and "the experts of pass 1" in out
-    assert (tmp_path / "study" / "routing.png").stat().st_size > 10_000
-    found = json.loads((tmp_path / "study" / "routing.json").read_text())
-    assert found["tokens"] == 1024 and len(found["layers"]) == 2 * 2
-    assert all(sum(load) == pytest.approx(1) for layer in found["load"] for load in layer)
-    for layer in found["layers"]:
-        assert 0 <= layer["jaccard"] <= 1 and 2 <= layer["experts_seen"] <= 8
-    for key in ("reuse_pass_1", "other_token"):
-        assert found[key]["low"] <= found[key]["nats"] <= found[key]["high"]
-    assert found["reuse_pass_1"]["nats"] != 0
-    model, _ = T.load_model(tmp_path / "run")              # the loss is that of the plain model
-    folder, meta = T.open_data(T.parse(tiny())[0])
-    lengths = T.token_bytes(T.load_tokenizer(folder))
-    assert found["loss"] == pytest.approx(T.evaluate(model, folder, meta, 1024, 8, lengths)["loss"], abs=1e-5)
-
-
-def test_study_refuses_what_has_no_experts_or_no_passes(monkeypatch, capsys, tiny, tmp_path):
-    for name, flags in (("dense", []), ("once", ["--n_expert=4", "--n_loop=1", "--inject=none"])):
-        train(tiny("--max_steps=1", *flags, out=name))
-        with pytest.raises(SystemExit) as e:
-            study(monkeypatch, capsys, f"--ckpt={tmp_path / name}")
-        err = capsys.readouterr().err
-        assert e.value.code == 2 and "needs experts" in err and err.count("\n") == 1
 
 
 def test_compiled_blocks_with_experts_give_the_same():
@@ -564,7 +501,7 @@ def test_contenders_of_the_bench_run(monkeypatch, layer):
 # --- bad input ---
 @pytest.mark.parametrize("flags, says", [
     (["--n_expert=4", "--n_active=5"], "n_active=5 of n_expert=4"), (["--n_expert=1"], "n_expert=1"),
-    (["--n_expert=4", "--n_active=3"], "does not divide"), (["--n_expert=4", "--n_active=0"], "n_active=0"),
+    (["--n_expert=4", "--n_active=3"], "must divide the hidden width"), (["--n_expert=4", "--n_active=0"], "n_active=0"),
     (["--n_expert=-2"], "n_expert=-2"), (["--balance=both"], "--balance"), (["--mup_base=-1"], "mup_base=-1")])
 def test_bad_input_is_one_sentence(capsys, flags, says):
     with pytest.raises(SystemExit) as e:

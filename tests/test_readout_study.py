@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import readout_study as R
 import train as T
+from lib.checkpoint import data_of, load_model
 from model import Config, LoopedLM
 
 LOOP = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_prelude=0, n_coda=0, n_loop=3, inject="none",
@@ -162,8 +163,8 @@ def test_diagnosis_of_a_run(tiny, tmp_path):
                           "--n_loop=2")))
     found = R.diagnose(tmp_path / "run", 640)
     assert len(found["ce"]) == len(found["norm"]) == len(found["tok_per_s"]) == 4 and len(found["radial"]) == 2
-    model, state = T.load_model(tmp_path / "run")
-    folder, meta = T.data_of(state)
+    model, state = load_model(tmp_path / "run")
+    folder, meta = data_of(state)
     x, y = R.even_windows(folder, meta, "val", 640, 32)
     with torch.no_grad():
         for k, ce in enumerate(found["ce"], 1):
@@ -172,59 +173,3 @@ def test_diagnosis_of_a_run(tiny, tmp_path):
     assert found["norm"][1]["mean"] == pytest.approx(lengths[1].item(), rel=1e-4)
     assert found["radial"][1]["per_token"] < 1e-5
     json.dumps(found)
-
-
-def test_lanes_are_refused(tiny, tmp_path, capsys):
-    T.train(*T.parse(tiny("--inject=hyper", "--max_steps=1")))
-    with pytest.raises(SystemExit) as stopped:
-        R.diagnose(tmp_path / "run", 64)
-    assert stopped.value.code == 2 and "--inject=hyper" in capsys.readouterr().err
-
-
-# --- the study ---
-def planned(capsys, *flags):
-    R.main(["--plan", *flags])
-    return capsys.readouterr().out.splitlines()
-
-
-def test_plan_is_what_train_accepts(capsys):
-    lines = planned(capsys)
-    assert len(lines) == len(set(lines)) == 24
-    for line in lines:
-        args, _ = T.parse(shlex.split(line)[2:])
-        assert T.config_of(args, 1024).depth() == 16 and args.schedule == "constant"
-    big = planned(capsys, "--preset=readout-129m", "--cells", "perloop-norm", "--seeds", "42")
-    assert len(big) == 1 and "--preset=readout-129m" in big[0]
-    for sweep, n in (("lambda", 15), ("schedule", 18), ("init", 18), ("long", 9)):
-        assert len(planned(capsys, f"--sweep={sweep}")) == n
-    assert all("--max_steps=60" in line for line in planned(capsys, "--quick"))
-
-
-def test_the_study_end_to_end_and_again(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(R, "LAPTOP", R.LAPTOP.replace("--vocab_size=1024", f"--data={corpus}").replace(
-        "--max_steps=800", "--max_steps=6 --block_size=32").replace("--n_embd=64", "--n_embd=32"))
-    flags = ["--cells", "perloop-norm", "perloop-raw", "--seeds", "1", "--tokens=512", f"--out_dir={tmp_path}"]
-    R.main(flags)
-    first = json.loads((tmp_path / "readout.json").read_text())
-    assert len(first) == 2 and (tmp_path / "readout.png").stat().st_size > 20_000
-    assert "final norm of perloop-norm over that of perloop-raw" in capsys.readouterr().out
-    R.main(flags)
-    again = json.loads((tmp_path / "readout.json").read_text())
-    assert "2 of them finished before" in capsys.readouterr().out
-    assert [r["ce"] for r in first] == [r["ce"] for r in again]
-    monkeypatch.setattr(R, "LAPTOP", R.LAPTOP.replace("--max_steps=6", "--max_steps=7"))     # now another study
-    with pytest.raises(SystemExit):
-        R.main(flags)
-    assert "--max_steps=7 contradicts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--ckpt=nowhere"], "nowhere"), (["--cells", "x"], "--cells"), (["--tokens=0"], "--tokens=0"),
-    (["--sweep=x"], "--sweep"), (["--preset=pocket"], "--preset"), (["--lemmas", "--plan"], "--lemmas and --plan"),
-    (["--ckpt=x", "--quick"], "--ckpt and --quick"), (["--sweep=init", "--cells", "perloop-raw"], "--sweep and --cells"),
-    (["--preset=readout-44m"], "wikitext103-20000")])
-def test_refusals(flags, says, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        R.main(flags)
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and says in message and message.count("\n") == 1

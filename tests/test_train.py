@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-import optim
+from lib import optim
 import train as T
 from conftest import ROOT
-from flags import PRESETS
+from lib.checkpoint import load_model
+from lib.flags import PRESETS
 from model import Config, LoopedLM
 
 
@@ -156,7 +157,7 @@ def test_contradicting_flags_are_an_error(tiny, tmp_path, capsys):
 # --- evaluation ---
 def test_evaluation_is_deterministic_and_independent_of_batch_size(tiny, tmp_path, corpus):
     train(tiny())
-    model, _ = T.load_model(tmp_path / "run")
+    model, _ = load_model(tmp_path / "run")
     folder, meta = T.open_data(T.parse(tiny())[0])
     lengths = T.token_bytes(T.load_tokenizer(folder))
     a, b, c = (T.evaluate(model, folder, meta, 1000, size, lengths) for size in (4, 4, 16))
@@ -167,7 +168,7 @@ def test_evaluation_is_deterministic_and_independent_of_batch_size(tiny, tmp_pat
 def test_evaluation_equals_a_plain_sum_over_tokens(tiny, tmp_path):
     """Nats per token and bits per byte by hand, one window at a time; the reported loss carries no penalty."""
     train(tiny("--loss=per_loop", "--norm_penalty=1", "--loop_norm=false"))
-    model, _ = T.load_model(tmp_path / "run")
+    model, _ = load_model(tmp_path / "run")
     folder, meta = T.open_data(T.parse(tiny())[0])
     encoding, ids = T.load_tokenizer(folder), np.fromfile(folder / "val.bin", dtype="uint16").astype(int)
     available, n = (len(ids) - 1) // 32, 1000 // 32
@@ -261,7 +262,7 @@ def test_horizons(tiny):
         assert T.steps_of(args, T.config_of(args, 300)) == steps
     args, _ = T.parse(["--n_embd=128", "--max_flops=1e12"])
     cfg = T.config_of(args, 4096)
-    assert T.steps_of(args, cfg) == round(1e12 / cfg.flops_per_token() / (args.batch_size * args.block_size))
+    assert T.steps_of(args, cfg) == round(1e12 / LoopedLM.flops_per_token(cfg) / (args.batch_size * args.block_size))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
@@ -318,12 +319,12 @@ def test_presets_are_what_the_papers_say(capsys):
     for r, matrices in ((1, 240), (2, 146), (4, 98), (8, 74)):
         args, _ = T.parse([f"--preset=isodepth-r{r}", "--n_embd=768"])
         cfg = T.config_of(args, 32000)
-        n = cfg.param_counts()
+        n = LoopedLM.param_counts(cfg)
         assert n["once"] + n["recurrent"] + n["injection"] == matrices * 768 ** 2 and cfg.n_head == 6
     base, looped = (T.config_of(T.parse([f"--preset=looped-moe-{v}"])[0], 50257) for v in ("base", "looped"))
     assert base.depth() == looped.depth() == 16
-    assert sum(base.param_counts().values()) == pytest.approx(167.4e6, rel=1e-3)
-    assert sum(looped.param_counts().values()) == pytest.approx(119.1e6, rel=1e-3)
+    assert sum(LoopedLM.param_counts(base).values()) == pytest.approx(167.4e6, rel=1e-3)
+    assert sum(LoopedLM.param_counts(looped).values()) == pytest.approx(119.1e6, rel=1e-3)
     with pytest.raises(SystemExit) as e:
         T.parse(["--list_presets"])
     assert e.value.code == 0
@@ -374,7 +375,7 @@ def test_a_pickle_with_a_payload_is_refused_and_not_run(tiny, tmp_path, monkeypa
     for save in (lambda f: torch.save({"model": Payload(), "config": {}}, f),
                  lambda f: Path(f).write_bytes(pickle.dumps(Payload()))):
         save(tmp_path / "run" / "ckpt.pt")
-        for attempt in (lambda: T.load_model("run"), lambda: train(tiny())):
+        for attempt in (lambda: load_model("run"), lambda: train(tiny())):
             with pytest.raises(SystemExit) as e:
                 attempt()
             assert e.value.code == 2 and "not a checkpoint" in capsys.readouterr().err
@@ -393,12 +394,12 @@ def test_checkpoint_without_optimizer(tiny, tmp_path, capsys):
         train(tiny())
     assert e.value.code == 2 and "no optimizer" in capsys.readouterr().err
     assert (out / "ckpt.pt").read_bytes() == before
-    T.load_model(out)                                      # still good for evaluation
+    load_model(out)                                      # still good for evaluation
 
 
 def test_checkpoint_of_a_bf16_run_generates_on_cpu_in_fp32(tiny, tmp_path):
     train([*tiny(), "--dtype=bfloat16"])
-    model, state = T.load_model(tmp_path / "run")
+    model, state = load_model(tmp_path / "run")
     assert state["config"]["n_embd"] == 32
     assert model.generate(torch.zeros(1, 1, dtype=torch.long), 5).shape == (1, 6)
 
@@ -479,7 +480,8 @@ def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
 # --- every flag does something ---
 @pytest.mark.parametrize("flag", [
     "--seed=2", "--n_embd=64", "--head_dim=8", "--n_head=1", "--block_size=16", "--n_prelude=2", "--n_recur=2",
-    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--tied", "--inject=hyper", "--bptt=1",
+    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--tied", "--bptt=1",
+    "--trick=tricks/hyperconnections.py",
     "--sample_loops", "--loop_norm=false", "--readout=raw", "--readout=final",
     "--loss=per_loop", "--norm_penalty=1", "--batch_size=8", "--grad_accum=2", "--optimizer=adamw",
     "--learning_rate=0.02", "--embed_lr=1", "--weight_decay=1", "--beta2=0.5", "--grad_clip=0.01", "--schedule=linear",
@@ -594,42 +596,30 @@ def test_sampled_depths_have_the_configured_mean_and_depend_on_seed_and_step_onl
 
 
 def test_sampled_depths_are_trained_and_counted(tiny, monkeypatch):
-    seen, forward = [], T.LoopedLM.forward
+    seen, forward = [], LoopedLM.forward
 
     def spy(self, *a, **kw):
         if self.training:
             seen.append(kw["n_loop"])
         return forward(self, *a, **kw)
-    monkeypatch.setattr(T.LoopedLM, "forward", spy)
+    monkeypatch.setattr(LoopedLM, "forward", spy)
     flags = tiny("--sample_loops", "--n_loop=3", "--max_steps=5")
     train(flags)
     args = T.parse(flags)[0]
     assert sorted(seen) == [1, 2, 3, 4, 5]
     cfg = T.config_of(args, 300)
     summary = json.loads((Path(args.out_dir) / "summary.json").read_text())
-    assert summary["flops"] == pytest.approx(summary["tokens"] * sum(cfg.flops_per_token(r) for r in range(1, 6)) / 5)
+    assert summary["flops"] == pytest.approx(summary["tokens"] * sum(LoopedLM.flops_per_token(cfg, r) for r in range(1, 6)) / 5)
 
 
-@pytest.mark.parametrize("flag, flops", [("--bptt=1", dict(bptt=1)), ("--loss=per_loop", dict(readouts=4)),
-                                         ("--inject=hyper", {})])
+@pytest.mark.parametrize("flag, flops", [("--bptt=1", dict(bptt=1)), ("--loss=per_loop", dict(readouts=4))])
 def test_interventions_train_and_their_flops_are_charged(tiny, flag, flops):
     args = T.parse(tiny(flag))[0]
     train(tiny(flag))
     summary = json.loads((Path(args.out_dir) / "summary.json").read_text())
     cfg = T.config_of(args, 300)
-    assert summary["flops"] == pytest.approx(summary["tokens"] * cfg.flops_per_token(**flops))
+    assert summary["flops"] == pytest.approx(summary["tokens"] * LoopedLM.flops_per_token(cfg, **flops))
     assert math.isfinite(summary["val_loss"])
-
-
-def test_hyperconnection_scalars_move_and_do_not_decay(tiny):
-    args = T.parse(tiny("--inject=hyper"))[0]
-    train(tiny("--inject=hyper"))
-    state = weights(args.out_dir)
-    assert not torch.equal(state["lanes.write"], torch.ones_like(state["lanes.write"]))
-    model = LoopedLM(T.config_of(args, 300))
-    group = [g for o in T.make_optimizers(model, args) for g in o.param_groups
-             if any(p is model.lanes["mix"] for p in g["params"])]
-    assert len(group) == 1 and group[0]["weight_decay"] == 0
 
 
 # --- every flag does something ---
@@ -642,7 +632,7 @@ EFFECT = {  # flag: a value that must change the weights, the losses or what is 
     "max_steps": "4", "optimizer": "adamw", "learning_rate": "0.1", "embed_lr": "1", "weight_decay": "5",
     "beta2": "0.5", "grad_clip": "0.01", "schedule": "constant", "warmup_steps": "0", "final_lr": "0.5",
     "eval_interval": "1", "eval_tokens": "64", "log_interval": "2", "dtype": "bfloat16", "threads": "2",
-    "peak_tflops": "1e-6"}
+    "peak_tflops": "1e-6", "trick": "tricks/gate.py", "trick_args": "n_lanes=3 --trick=tricks/hyperconnections.py"}
 ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile"}   # the tests above are theirs
 
 

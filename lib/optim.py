@@ -54,12 +54,14 @@ def orthogonalize(x, n_steps=5):
 
 
 def make_optimizers(model, args):
-    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for embedding, head and what is no matrix.
-    Muon's update has AdamW's usual size, so both follow one learning rate."""
+    """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest. Muon's update has AdamW's
+    usual size, so both follow one learning rate. A matrix is the weight of a Linear; what a trick adds as a bare
+    nn.Parameter, of whatever shape, goes to AdamW and does not decay."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     matrices, scalars = [], []
-    for name, p in model.named_parameters():
-        if not name.startswith(("embed", "head")):
-            (scalars if name.startswith("lanes") or p.ndim < 2 else matrices).append(p)
+    for p in model.parameters():
+        if p is not model.embed.weight and p is not model.head.weight:
+            (matrices if id(p) in linear else scalars).append(p)
     w = model.cfg.width_ratio                    # 1 without muP
 
     def slower(factor):                          # muP: a lower rate, while rate times decay stays what it was

@@ -3,20 +3,30 @@ Every flag of a training run, the presets, and what follows from them before any
 steps of a horizon, FLOPs per token. `python train.py -h` prints the flags, `--list_presets` the presets.
 """
 import argparse
+import inspect
 import math
+import re
 from dataclasses import fields
 
-from data.prepare import misused, stop
+from lib.console import duration, misused, stop
+from lib.tricks import boolean, model_class
 from model import CHOICES as MODEL_CHOICES
-from model import Config
+from model import Config, LoopedLM
 
 
-def boolean(text):
-    if text.lower() in ("true", "1", "yes"):
-        return True
-    if text.lower() in ("false", "0", "no"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+def model_flags():
+    """The fields of model.Config as flags: (name, type, default, help), the help being the comment beside the field."""
+    comments = dict(re.findall(r"^    (\w+): \w+ = \S+ +# (.+)$", inspect.getsource(Config), re.M))
+    flags = []
+    for f in fields(Config):
+        if f.name == "vocab_size":
+            flags.append((f.name, int, 0, "0: as the data has it; for --data=sotu the vocabulary to train (default 4096)"))
+        elif f.name == "n_head":
+            flags.append((f.name, int, 0, "attention heads; 0: n_embd / head_dim"))
+            flags.append(("head_dim", int, 64, "width of a head where n_head is 0"))
+        else:
+            flags.append((f.name, boolean if f.type is bool else f.type, f.default, comments[f.name]))
+    return flags
 
 
 # group: (name, type, default, help); a preset sets some of them, the command line overrides both
@@ -27,24 +37,10 @@ FLAGS = {
         ("data", str, "sotu", "folder written by data/prepare.py, or its name under data/; sotu is prepared if absent"),
         ("seed", int, 1337, "initial weights and order of the batches"),
         ("resume", boolean, False, "go on from the checkpoint, also of a complete run: give it a longer horizon")],
-    "model (fields of model.Config)": [
-        ("n_embd", int, 192, "width D"),
-        ("n_head", int, 0, "attention heads; 0: n_embd / head_dim"),
-        ("head_dim", int, 64, "width of a head where n_head is 0"),
-        ("block_size", int, 256, "context length T in tokens"),
-        ("vocab_size", int, 0, "0: as the data has it; for --data=sotu the vocabulary to train (default 4096)"),
-        ("n_prelude", int, 1, "blocks before the loop"),
-        ("n_recur", int, 1, "blocks inside the loop, shared by all passes"),
-        ("n_coda", int, 1, "blocks after the loop"),
-        ("n_loop", int, 4, "passes r through the loop; 1: each block once, a plain transformer with --inject=none"),
-        ("inject", str, "linear", "how a pass sees the prelude's output: none | add | linear | hyper"),
-        ("loop_norm", boolean, True, "RMSNorm at the end of every pass"),
-        ("readout", str, "norm", "norm before the head: norm (always) | raw (never) | final (last pass only)"),
-        ("n_expert", int, 0, "experts in every feed-forward layer; 0: dense layers"),
-        ("n_active", int, 2, "experts that a token takes, each 1/n_active as wide as the dense layer"),
-        ("balance", str, "loss", "keep the experts in use by a loss | a bias on the choice, without that loss"),
-        ("tied", boolean, False, "the head uses the embedding's matrix, drawn from N(0, 1)"),
-        ("mup_base", int, 0, "muP: the width for which learning_rate was found; 0: off")],
+    "model (fields of model.Config)": model_flags(),
+    "trick": [
+        ("trick", str, "", "file with a subclass of LoopedLM that changes the loop, such as tricks/gate.py"),
+        ("trick_args", str, "", "its options, joined by commas: n_lanes=4,rank=1")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
         ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states"),
@@ -55,14 +51,14 @@ FLAGS = {
         ("grad_accum", int, 1, "micro-batches per step: the step sees batch_size * grad_accum sequences"),
         ("max_steps", int, 0, "optimizer steps"),
         ("max_tokens", float, 0.0, "training tokens, rounded to whole steps"),
-        ("max_flops", float, 0.0, "training FLOPs, rounded to whole steps; Config.flops_per_token counts them")],
+        ("max_flops", float, 0.0, "training FLOPs, rounded to whole steps; LoopedLM.flops_per_token counts them")],
     "optimizer": [
         ("optimizer", str, "muon", "muon (torch's, for the blocks' matrices; AdamW for embedding and head) | adamw"),
         ("learning_rate", float, 1e-2, "peak; Muon's update is scaled to AdamW's size, so one rate serves both"),
         ("embed_lr", float, 10.0, "rate of the embedding, in units of learning_rate: its entries start at unit scale"),
         ("weight_decay", float, 0.1, "on matrices, not on the embedding"),
         ("beta2", float, 0.95, "AdamW's second-moment decay; lower for few, large steps"),
-        ("grad_clip", float, 1.0, "longest gradient; 0: no clipping"),
+        ("grad_clip", float, 1.0, "maximum gradient norm; 0: no clipping"),
         ("schedule", str, "cosine", "after warm-up: cosine | linear | wsd (falls over the last 20%%) | constant"),
         ("warmup_steps", int, 20, "steps of linear warm-up"),
         ("final_lr", float, 0.1, "learning rate of the last step, as a fraction of the peak")],
@@ -151,6 +147,10 @@ def complete(line):
     a = {**DEFAULTS, **preset, **line}
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
+    for name, value in model_class(a["trick"], a["trick_args"]).requires.items():
+        if line.get(name, value) != value:
+            stop(f"--{name}={line[name]} contradicts {a['trick']}, which needs {name}={value}: drop the flag")
+        a[name] = value
     a["out_dir"] = a["out_dir"] or f"out/{a['preset']}"
     if not a["n_head"] and a["head_dim"] > 0 and a["n_embd"] > a["head_dim"] and a["n_embd"] % a["head_dim"]:
         stop(f"--n_embd={a['n_embd']}: not a multiple of --head_dim={a['head_dim']}; change one, or give --n_head")
@@ -168,9 +168,9 @@ def complete(line):
             stop(f"--{name}={a[name]}: must be at least 0 and {limit}")
     if a["bptt"] and a["loss"] == "per_loop":
         stop("--bptt with --loss=per_loop: the early readouts would train nothing but the head; drop one of them")
-    if 0 < a["bptt"] < a["n_loop"] and a["inject"] in ("none", "hyper"):
-        stop(f"--bptt with --inject={a['inject']}: only the first pass sees the embedding, so no gradient would reach "
-             "it; use --inject=linear or add")
+    if 0 < a["bptt"] < a["n_loop"] and a["inject"] == "none" and not a["trick"]:
+        stop("--bptt with --inject=none: only the first pass sees the embedding, so no gradient would reach it; use "
+             "--inject=linear or add")
     if a["norm_penalty"] and a["loop_norm"]:
         stop("--norm_penalty with --loop_norm: the norm fixes what the penalty would shrink; give --loop_norm=false")
     return argparse.Namespace(**a)
@@ -195,11 +195,20 @@ def steps_of(args, cfg):
     return max(1, round(steps))
 
 
-def flops_of(args, cfg):
-    """Training FLOPs per token, on average over the depths that --sample_loops visits."""
-    depths = range(1, 2 * cfg.n_loop) if args.sample_loops else [cfg.n_loop]
-    return sum(cfg.flops_per_token(r, bptt=args.bptt, readouts=r if args.loss == "per_loop" else 1)
-               for r in depths) / len(depths)
+def flops_of(args, cfg, n_steps=100):
+    """Training FLOPs per token, the mean over a run of n_steps: --sample_loops and a trick's schedule change the number
+    of passes from step to step."""
+    trick = model_class(args.trick, args.trick_args)
+    if args.sample_loops:
+        settings = [{"n_loop": r} for r in range(1, 2 * cfg.n_loop)]
+    else:
+        settings = [trick.schedule(cfg, step, n_steps) for step in range(n_steps)]
+    total = 0
+    for setting in settings:
+        r = setting.get("n_loop", cfg.n_loop)
+        readouts = r if args.loss == "per_loop" else 1
+        total += trick.flops_per_token(cfg, r, bptt=setting.get("bptt", args.bptt), readouts=readouts)
+    return total / len(settings)
 
 
 def list_presets():
@@ -210,15 +219,9 @@ def list_presets():
         args = complete({"preset": name})
         size = str(args.data).rpartition("-")[2]
         cfg = config_of(args, {"gpt2": 50257, "sotu": 4096}.get(size) or int(size))
-        n, F = cfg.param_counts(), flops_of(args, cfg)
+        n, F = LoopedLM.param_counts(cfg), flops_of(args, cfg)
         tokens = steps_of(args, cfg) * args.batch_size * args.grad_accum * cfg.block_size
         print(f"{name:18s} {sum(n.values()) / 1e6:10.1f}M {(n['once'] + n['recurrent'] + n['injection']) / 1e6:8.1f}M "
               f"{cfg.depth():5d} {F:11.2e} {tokens:8.1e} {F * tokens:8.1e} {duration(F * tokens / 1.9e11):>9s} "
               f"{duration(F * tokens / 2e14):>9s}")
 
-
-def duration(seconds):
-    s = int(seconds)
-    if s >= 360_000:
-        return f"{s / 86400:.0f} days"
-    return f"{s // 3600}:{s // 60 % 60:02d}:{s % 60:02d}" if s >= 3600 else f"{s // 60}:{s % 60:02d}"

@@ -1,0 +1,37 @@
+"""What every script prints: an error in one sentence, a line of progress, a duration."""
+import sys
+import time
+
+
+def stop(sentence):
+    """End the program: one line on stderr, exit status 2."""
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def misused(sentence):
+    """What argparse says of a command line (parser.error), and where to find the flags."""
+    stop(f"{sentence}; -h lists the flags")
+
+
+def duration(seconds):
+    """Seconds as h:mm:ss or m:ss, from 100 hours on in days."""
+    s = int(seconds)
+    if s >= 360_000:
+        return f"{s / 86400:.0f} days"
+    if s >= 3600:
+        return f"{s // 3600}:{s // 60 % 60:02d}:{s % 60:02d}"
+    return f"{s // 60}:{s % 60:02d}"
+
+
+def progress(line, keep):
+    """Show a line of progress. On a terminal it replaces the line before it, unless that one was to be kept. In a log,
+    lines to be kept are printed, and of the others one a minute."""
+    if sys.stdout.isatty():
+        print(f"\r\033[K{line}", end="\n" if keep else "", flush=True)
+    elif keep or time.time() - progress.last_printed > 60:
+        print(line, flush=True)
+        progress.last_printed = time.time()
+
+
+progress.last_printed = time.time()
