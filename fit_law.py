@@ -7,11 +7,11 @@ What one recurrence is worth: plan a sweep, collect its runs, fit the joint scal
     python fit_law.py fit runs.csv --compare            # the law with intervals; laws ranked by held-out error; 2 s
     python fit_law.py isoflop runs.csv                  # optimum N*, D*, L* of each budget, no law assumed; 1 s
     python fit_law.py allocate --flops=1e20 --n_loop=4  # best width under the law, what the same loss costs at r=1; 3 s
-    python fit_law.py plan --preset=trick --name=mine --flags='--inject=hyper' > sweep.sh     # a looping trick of yours
+    python fit_law.py plan --preset=trick --name=gate --flags=--trick=tricks/gate.py > sweep.sh  # a looping trick
     python fit_law.py compare base.csv trick.csv        # phi with it minus phi without; --table=FILE adds a line
     python fit_law.py table                             # the scoreboard, results/phi_table.csv, ranked and drawn
 
-The grids of `plan` and the tables of runs are in sweep.py, the pictures in plots.py.
+The grids of `plan` and the tables of runs are in sweep.py, the pictures in lib/plots.py.
 """
 import argparse
 import csv
@@ -39,7 +39,7 @@ def check_fittable(runs, path, form):
     n, loops = len(runs["val_loss"]), np.unique(runs["n_loop"])
     if n < 10:
         stop(f"{path} has {n} runs but the law has 6 parameters: at least 10 runs are needed")
-    for key in ("sweep", "n_expert", "inject"):
+    for key in ("sweep", "n_expert", "inject", "trick"):
         kinds = np.unique(runs[key][runs["n_loop"] > 1])  # r=1 has nothing to inject
         if len(kinds) > 1:
             stop(f"{path} mixes {key} {', '.join(map(str, kinds))}: give each its own file, or use `compare`")

@@ -46,13 +46,16 @@ GRIDS = {
 def cmd_plan(args):
     """Print a grid, one train.py command a line."""
     from lib.flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
+    from lib.tricks import model_class
     grid, lines, total = GRIDS[args.preset], [], 0
     if args.preset == "trick" and not args.flags:
-        stop("--preset=trick: name the trick, such as --flags='--inject=hyper' --name=hyper; the loop without it is "
-             "--preset=pocket")
+        stop("--preset=trick: name the trick, such as --flags=--trick=tricks/gate.py --name=gate; the loop without it "
+             "is --preset=pocket")
     ours = re.findall(r"--(?:n_embd|n_recur|n_loop|seed|max_flops|out_dir)\b", args.flags)
     if ours:
         stop(f"--flags: {ours[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
+    shared, _ = parse(shlex.split(args.flags))
+    needed = model_class(shared.trick, shared.trick_args).requires
     speed = args.speed or grid["speed"]
     for budget in args.budgets or grid["widths"]:
         if not args.widths and budget not in grid["widths"]:
@@ -62,8 +65,9 @@ def cmd_plan(args):
             if d % grid["multiple"] or grid["looped"] % r:
                 stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
                      f"loop counts that divide {grid['looped']}")
-            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=grid["looped"] // r,
-                                         inject=grid["inject"] if r > 1 else "none", n_expert=n_expert)
+            inject = needed.get("inject", grid["inject"] if r > 1 else "none")
+            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=grid["looped"] // r, inject=inject,
+                                         n_expert=n_expert)
             for seed in args.seeds:
                 name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
                 flags_of_run = f"{flags} {args.flags} --max_flops={budget:g} --seed={seed} " \
@@ -77,8 +81,8 @@ def cmd_plan(args):
     print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours of a core or GPU", file=sys.stderr)
 
 
-SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "n_once",
-           "n_rec", "n_total", "tokens", "flops", "val_loss", "val_bpb", "wall_s", "tok_per_s"]
+SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "trick",
+           "n_once", "n_rec", "n_total", "tokens", "flops", "val_loss", "val_bpb", "wall_s", "tok_per_s"]
 
 
 def cmd_collect(args):
@@ -94,6 +98,7 @@ def cmd_collect(args):
             with open(path, encoding="utf-8") as f:
                 summary = json.load(f)
             sweep = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # out/SWEEP/RUN
+            summary.setdefault("trick", "")      # a run of an earlier version
             rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
         except OSError:
             print(f"skipped {folder}: no summary.json, so its run is not finished", file=sys.stderr)
@@ -109,7 +114,7 @@ def cmd_collect(args):
 ALIASES = {"C_flops": "flops", "r": "n_loop", "d_model": "n_embd", "N_once": "n_once", "N_rec": "n_rec",
            "D_tokens": "tokens", "val_loss_nats": "val_loss"}  # names in the digitised tables
 REQUIRED = ["flops", "n_loop", "n_embd", "n_once", "n_rec", "tokens", "val_loss"]
-IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "n_embd", "seed"]  # two runs differ in one of these
+IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "trick", "n_embd", "seed"]  # two runs differ in one of these
 
 
 def number(text):
@@ -137,8 +142,8 @@ def load_runs(path, convention="written"):
             value = number(row[key])
             if not (0 < value < np.inf or value == 0 and key == "n_once"):  # NaN fails both
                 stop(f"{path} line {line}: {key} is {row[key]!r}, not a positive number: repair or remove that run")
-    runs = dict(sweep=np.full(len(rows), ""), inject=np.full(len(rows), "linear"), n_expert=np.zeros(len(rows)),
-                seed=np.zeros(len(rows)))
+    runs = dict(sweep=np.full(len(rows), ""), inject=np.full(len(rows), "linear"), trick=np.full(len(rows), ""),
+                n_expert=np.zeros(len(rows)), seed=np.zeros(len(rows)))
     for key in rows[0]:
         values = np.array([number(row[key]) for row in rows])
         runs[key] = np.array([str(row[key]) for row in rows]) if np.isnan(values).any() else values

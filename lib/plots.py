@@ -132,9 +132,9 @@ def plot_scoreboard(rows, path):
     save(fig, path)
 
 
-# --- moe.py ---
+# --- routing_study.py ---
 def plot_routing(r, path, title):
-    """r of moe.study."""
+    """r of routing_study.study."""
     fig, (bars, jaccard, heat) = pyplot().subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     fig.suptitle(title)
     names = [str(a["layer"]) if r["n_loop"] == 2 else f"{a['layer']}\n{a['passes'][0]}-{a['passes'][1]}"

@@ -486,6 +486,7 @@ def test_plan_flags(cli):
 
 def test_plan_of_a_trick_carries_its_flags_and_counts_its_flops(cli):
     import train as T
+    from model import LoopedLM
     done = cli("plan", *"--preset=pocket --name=short --budgets 1e12 --widths 32 --loops 2 4 --flags=--bptt=1".split())
     assert done.returncode == 0, done.stderr
     for line, r in zip(done.stdout.splitlines(), (2, 4), strict=True):
@@ -498,6 +499,7 @@ def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
     """base, looped, moe and looped-moe of one width have equal FLOPs per token, and isoflop tells them apart: offsets
     that were planted in the loss come back as differences of the optima, at the N of the active parameters."""
     import train as T
+    from model import LoopedLM
     offset = {(1, 0): 0.0, (1, 8): -0.06, (2, 0): 0.05, (2, 8): -0.02}
     lines, rng, rows = cli("plan", "--preset=moe").stdout.splitlines(), np.random.default_rng(0), []
     lines += cli("plan", *"--preset=moe --budgets 1.5e12 3.8e12 --widths 32 --seeds 43".split()).stdout.splitlines()

@@ -1,4 +1,5 @@
 """moe.py, and muP in model.py, against a plain loop over tokens in float64, the paper's tables, and their properties."""
+import json
 import math
 import statistics
 
