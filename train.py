@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,20 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, *, per_loop=Fal
 
 
 # --- one step ---
+@dataclass
+class Plan:
+    """How long a run is."""
+    steps: int                                   # optimizer steps in all
+    tokens_per_step: int
+    flops_per_step: float                        # mean, where the number of passes changes from step to step
+
+
+def plan_steps(args, cfg):
+    steps = steps_of(args, cfg)
+    tokens_per_step = args.batch_size * args.grad_accum * cfg.block_size
+    return Plan(steps, tokens_per_step, flops_of(args, cfg, steps) * tokens_per_step)
+
+
 def loops_at(seed, step, n_loop):
     """Passes of a step under --sample_loops: 2 n_loop - 1 consecutive steps take each of 1 .. 2 n_loop - 1 once, in an
     order drawn from (seed, block of steps). So the mean is n_loop, not only expected to be, and all ranks agree."""
@@ -145,26 +159,43 @@ def say_complete(out, args):
           "--resume with a longer horizon goes on, another --out_dir starts anew")
 
 
-def open_metrics(path, step, columns):
-    """A function that appends rows to metrics.csv. Rows after step, that of the checkpoint, are dropped: the resumed
-    run writes them again."""
-    kept = []
-    if step and path.is_file():
-        with open(path, newline="", encoding="utf-8") as f:
-            kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
+class Log:
+    """metrics.csv, and with each row a line of progress: speed since the row before, time to go. Rows after `step`, that
+    of the checkpoint, are dropped: the resumed run writes them again."""
 
-    def write(*rows, mode="a"):
-        with open(path, mode, newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, columns, restval="", extrasaction="ignore")
+    def __init__(self, path, columns, step, plan, peak):
+        self.path, self.columns, self.first_step, self.plan, self.peak = path, columns, step, plan, peak
+        self.started_at, self.steps, self.seconds = time.time(), 0, 0.0            # since the row before
+        kept = []
+        if step and path.is_file():
+            with open(path, newline="", encoding="utf-8") as f:
+                kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
+        self.write(kept, mode="w")
+
+    def write(self, rows, mode="a"):
+        """Append rows; what is no column of this run is left out."""
+        with open(self.path, mode, newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, self.columns, restval="", extrasaction="ignore")
             if mode == "w":
                 writer.writeheader()
             writer.writerows(rows)
-    write(*kept, mode="w")
-    return write
+
+    def add_row(self, step, numbers, val, evaluated):
+        """numbers: those of this step, val: the last evaluation, if any; evaluated: was it in this step?"""
+        plan, steps_per_s = self.plan, self.steps / self.seconds
+        speed = plan.tokens_per_step * steps_per_s
+        row = dict(numbers, step=step, tokens=step * plan.tokens_per_step, flops=step * plan.flops_per_step,
+                   tok_per_s=round(speed))
+        self.write([{**row, **val_columns(val)} if evaluated else row])
+        eta = (time.time() - self.started_at) / (step - self.first_step) * (plan.steps - step)
+        mfu = 100 * plan.flops_per_step * steps_per_s / self.peak if self.peak else 0
+        progress(f"step {step}/{plan.steps} loss {numbers['train_loss']:.3f}"
+                 + (f" val {val['bpb']:.3f} bits/byte" if val else "") + f" {speed / 1e3:.1f}k tok/s"
+                 + (f" {mfu:.1f}% MFU" if self.peak else "") + f" ETA {duration(eta)}", keep=evaluated)
+        self.steps, self.seconds = 0, 0.0
 
 
 def metrics_columns(args, cfg):
-    """Those of the rows below that a run has: open_metrics leaves the others out."""
     passes = range(1, cfg.n_loop + 1)
     columns = "step tokens flops train_loss val_loss val_bpb lr grad_norm tok_per_s".split()
     if args.loss == "per_loop":
@@ -196,23 +227,24 @@ def open_folder(out, identity, meta, trick, extends):
         stop(f"--out_dir={out}: cannot write there ({e.strerror}); choose another folder")
 
 
-def describe_run(args, model, tokens_per_step, max_steps, epoch_tokens):
+def describe_run(args, model, plan, epoch_tokens):
     """The lines before the first step: parameters by group, depth, FLOPs, tokens."""
-    cfg, tokens, F = model.cfg, max_steps * tokens_per_step, flops_of(args, model.cfg, max_steps)
+    cfg, tokens = model.cfg, plan.steps * plan.tokens_per_step
     counts = model.param_counts(cfg)
     groups = " + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
     active = sum(model.param_counts(cfg, active=True).values())
     print(f"{groups} = {sum(counts.values()) / 1e6:.2f}M parameters"
           + (f", {active / 1e6:.2f}M active" if cfg.n_expert else ""))
     print(f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
-          f"{F / 1e6:.1f} MFLOPs/token" + (f"; {args.trick}" if args.trick else ""))
-    print(f"{max_steps} steps x {tokens_per_step} = {tokens / 1e6:.2f}M tokens ({tokens / epoch_tokens:.2f} epochs), "
-          f"{F * tokens:.2e} FLOPs")
+          f"{plan.flops_per_step / plan.tokens_per_step / 1e6:.1f} MFLOPs/token"
+          + (f"; {args.trick}" if args.trick else ""))
+    print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({tokens / epoch_tokens:.2f} epochs), "
+          f"{plan.steps * plan.flops_per_step:.2e} FLOPs")
 
 
-def finish(out, model, encoding, args, val, tokens, flops, wall_s):
+def finish(args, model, encoding, val, plan, wall_s):
     """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
-    cfg = model.cfg
+    out, cfg, tokens = Path(args.out_dir), model.cfg, plan.steps * plan.tokens_per_step
     model.eval()
     model.compile_blocks(on=False)
     start = torch.tensor([[encoding.eot_token]], device=model.table.device)
@@ -224,7 +256,8 @@ def finish(out, model, encoding, args, val, tokens, flops, wall_s):
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
                    n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
                    trick=Path(args.trick).stem, n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
-                   n_total=sum(model.param_counts(cfg).values()), tokens=tokens, flops=flops, val_loss=val["loss"],
+                   n_total=sum(model.param_counts(cfg).values()), tokens=tokens,
+                   flops=plan.steps * plan.flops_per_step, val_loss=val["loss"],
                    val_bpb=val["bpb"], wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"],
                    val_norm=val["norm"])
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
@@ -241,15 +274,19 @@ def refuse_to_go_on(what, step, ckpt_path):
 
 
 # --- the run ---
-def start_process(args, world):
-    """The device of this process, of world processes that train together."""
+def start_process(args, given, world):
+    """The device of this process, of world processes that train together. Refuses flags that cannot be used."""
+    for name in ("n_active", "balance"):
+        if name in given and not args.n_expert:
+            stop(f"--{name} is for a layer of experts: give --n_expert as well, or drop it")
     if args.batch_size % world:
         nearest = max(1, round(args.batch_size / world)) * world
         stop(f"--batch_size={args.batch_size} does not divide over {world} processes: the nearest that does is {nearest}")
     device = pick_device(args.device)
     if world > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
+        on_gpu = device.startswith("cuda")
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        if on_gpu:                               # each process its own, also where --device names one of them
             device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
     if args.threads:
@@ -259,10 +296,10 @@ def start_process(args, world):
     return device
 
 
-def restore(state, model, optimizers, max_steps, ckpt_path):
+def restore(state, model, optimizers, plan, ckpt_path):
     """Put the state of a checkpoint back into model and optimizers; returns its step and the seconds spent so far."""
-    if state["step"] > max_steps:
-        stop(f"{ckpt_path} is at step {state['step']}, past the {max_steps} steps asked for: give a longer horizon")
+    if state["step"] > plan.steps:
+        stop(f"{ckpt_path} is at step {state['step']}, past the {plan.steps} steps asked for: give a longer horizon")
     model.load_state_dict(state["model"])
     for optimizer, its_state in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(its_state)
@@ -279,12 +316,9 @@ def train(args, given):
     args, state, folder, meta = find_run(args, given)
     if args is None:
         return say_complete(out, asked) if master else None
-    for name in ("n_active", "balance"):
-        if name in given and not args.n_expert:
-            stop(f"--{name} is for a layer of experts: give --n_expert as well, or drop it")
 
     # 2. The device. Under torchrun each process has its own.
-    device = start_process(args, world)
+    device = start_process(args, given, world)
     dtype = pick_dtype(device, args.dtype)
 
     def autocast():
@@ -292,19 +326,15 @@ def train(args, given):
 
     # 3. The model and its optimizers, as they were at the checkpoint if there is one.
     cfg = config_of(args, meta["vocab_size"])
-    if state:
-        make_model = class_of_checkpoint(state, ckpt_path, given.get("trick", ""))
+    if state:                                    # first: only what this allows may be run
+        trick = class_of_checkpoint(state, ckpt_path, given.get("trick"))
     else:
-        make_model = model_class(args.trick, args.trick_args)
+        trick = model_class(args.trick, args.trick_args)
     torch.manual_seed(args.seed)
-    model = make_model(cfg).to(device)
+    model = trick(cfg).to(device)
     optimizers = make_optimizers(model, args)
-    max_steps = steps_of(args, cfg)
-    tokens_per_step = args.batch_size * args.grad_accum * cfg.block_size
-    flops_per_step = flops_of(args, cfg, max_steps) * tokens_per_step
-    step, wall_s = 0, 0.0
-    if state:
-        step, wall_s = restore(state, model, optimizers, max_steps, ckpt_path)
+    plan = plan_steps(args, cfg)
+    step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
     if args.compile if args.compile is not None else device.startswith("cuda"):
         example = torch.zeros(args.batch_size // world, cfg.block_size, dtype=torch.long, device=device)
         try_compile(model, example, autocast)
@@ -315,11 +345,12 @@ def train(args, given):
     identity = dict(config=asdict(cfg), args=vars(args), trick=describe(args.trick, args.trick_args),
                     data_sha256=meta["splits"]["train"]["sha256"])
     if master:
-        open_folder(out, identity, meta, args.trick, extends=step < max_steps)
-        describe_run(args, model, tokens_per_step, max_steps, meta["splits"]["train"]["tokens"])
+        open_folder(out, identity, meta, args.trick, extends=step < plan.steps)
+        describe_run(args, model, plan, meta["splits"]["train"]["tokens"])
         print(f"{device}, {dtype}, {torch.get_num_threads()} threads"
-              + (f", {world} processes" if world > 1 else "") + (f"; going on from step {step}" if step else ""))
-        write_rows = open_metrics(out / "metrics.csv", step, metrics_columns(args, cfg))
+              + (f", {world} processes" if world > 1 else "") + (f"; resumed from step {step}" if step else ""))
+        log = Log(out / "metrics.csv", metrics_columns(args, cfg), step, plan,
+                  peak=peak_flops(args.peak_tflops, device) * world)
     signals = []                                 # Ctrl-C or SIGTERM: finish the step, save, leave
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
 
@@ -335,20 +366,18 @@ def train(args, given):
     def validate():
         model.eval()
         with autocast():
-            val = evaluate(model, folder, meta, args.eval_tokens, args.batch_size, lengths,
+            val = evaluate(model, folder, meta, args.eval_tokens, args.batch_size // world, lengths,
                            per_loop=args.loss == "per_loop")
         model.train()
         return val
 
     # 5. The training loop.
     uses_bias = cfg.n_expert and cfg.balance == "bias"
-    peak = peak_flops(args.peak_tflops, device) * world
-    val, started_at, first_step = None, time.time(), step
-    window_s, window_steps = 0.0, 0              # since the last row of metrics.csv
-    while step < max_steps:
+    val = None
+    while step < plan.steps:
         tick = time.perf_counter()
         # 5.1 the learning rate of this step
-        lr = lr_at(step, args, max_steps)
+        lr = lr_at(step, args, plan.steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1)
@@ -356,7 +385,7 @@ def train(args, given):
         # 5.2 forward and backward, one micro-batch after the other; every process takes its share of each
         starts = batch_starts(args.seed, step, args.batch_size * args.grad_accum, meta["splits"]["train"]["tokens"],
                               cfg.block_size)
-        settings = settings_at(step, args, model, max_steps)
+        settings = settings_at(step, args, model, plan.steps)
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
             share = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
@@ -393,11 +422,11 @@ def train(args, given):
         if uses_bias:
             model.rebalance(load)
         step += 1
-        window_s, window_steps = window_s + time.perf_counter() - tick, window_steps + 1
-        wall_s += time.perf_counter() - tick
+        seconds = time.perf_counter() - tick
+        wall_s += seconds
 
         # 5.5 evaluate, log, save
-        last = step == max_steps
+        last = step == plan.steps
         evaluates = last or (args.eval_interval and step % args.eval_interval == 0)
         if evaluates:
             tick = time.perf_counter()
@@ -405,17 +434,11 @@ def train(args, given):
             wall_s += time.perf_counter() - tick
             if not math.isfinite(val["loss"]):
                 refuse_to_go_on("the validation loss", step, ckpt_path)
-        if master and (evaluates or step % args.log_interval == 0):
-            speed = tokens_per_step * window_steps / window_s
-            window_s, window_steps = 0.0, 0
-            row = dict(step=step, tokens=step * tokens_per_step, flops=step * flops_per_step, lr=lr,
-                       train_loss=train_loss, grad_norm=grad_norm, tok_per_s=round(speed), balance=balance, z=z)
-            write_rows({**row, **val_columns(val)} if evaluates else row)
-            eta = (time.time() - started_at) / (step - first_step) * (max_steps - step)
-            mfu = f" {100 * flops_per_step / tokens_per_step * speed / peak:.1f}% MFU" if peak else ""
-            seen = f" val {val['bpb']:.3f} bits/byte" if val else ""
-            progress(f"step {step}/{max_steps} loss {train_loss:.3f}{seen} {speed / 1e3:.1f}k tok/s{mfu} "
-                     f"ETA {duration(eta)}", keep=evaluates)
+        if master:
+            log.steps, log.seconds = log.steps + 1, log.seconds + seconds
+            if evaluates or step % args.log_interval == 0:
+                numbers = dict(train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z)
+                log.add_row(step, numbers, val, evaluates)
         if evaluates or stopping:
             save()
         if stopping and not last:
@@ -424,13 +447,13 @@ def train(args, given):
         signal.signal(number, handler)
 
     # 6. The end: stopped by a signal, or complete.
-    if step < max_steps:
+    if step < plan.steps:
         if master:
             print(f"\nstopped after step {step}, saved to {ckpt_path}: the same command goes on from there")
         raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
     val = val or validate()                      # resumed at the very end: the summary alone was missing
     if master:
-        finish(out, model, encoding, args, val, step * tokens_per_step, step * flops_per_step, wall_s)
+        finish(args, model, encoding, val, plan, wall_s)
     if world > 1:
         dist.barrier()                           # nobody leaves while another still needs the group
 

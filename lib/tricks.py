@@ -89,7 +89,7 @@ def describe(path, options):
     return {"file": path, "sha256": file_hash(trick_file(path)), "args": options_of(model_class(path, options))}
 
 
-def class_of_checkpoint(state, ckpt, named=""):
+def class_of_checkpoint(state, ckpt, named=None):
     """The model class of a loaded checkpoint. A file in tricks/ is run if it is the one that was trained with; any other
     file only if the user names it (--trick)."""
     trick = state.get("trick")

@@ -105,7 +105,7 @@ def test_readme_links_exist():
 def test_resume_command_goes_on(run, tiny):
     assert run("train.py", *tiny()).returncode == 0
     r = run("train.py", *tiny("--max_steps=24", "--resume"))
-    assert r.returncode == 0 and "going on from step 20" in r.stdout
+    assert r.returncode == 0 and "resumed from step 20" in r.stdout
     again = run("train.py", *tiny("--max_steps=24"))
     assert again.returncode == 0 and "is complete" in again.stdout
 
