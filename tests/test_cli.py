@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import bench
 import train as T
 from conftest import ROOT
 
@@ -34,7 +35,11 @@ def test_readme_begins_with_two_set_up_commands():
     assert setup[0].endswith("python train.py") and "pytest" in setup[1]
 
 
-@pytest.mark.parametrize("command", PYTHON)
+QUICK = ("train.py -h", "--trick=", "fit_law.py fit", "--lemmas", "downstream.py --list", "data/prepare.py --vocab")
+
+
+@pytest.mark.parametrize("command", [c if any(part in c for part in QUICK) else
+                                     pytest.param(c, marks=pytest.mark.slow) for c in PYTHON])
 def test_readme_command(command, run, tmp_path):
     script, *flags = shlex.split(command)[1:]
     trains = script == "train.py" and flags not in (["--list_presets"], ["-h"])
@@ -74,6 +79,7 @@ def test_commands_for_bigger_machines_parse(command):
     T.config_of(T.parse(words[words.index("train.py") + 1:])[0], 32000)
 
 
+@pytest.mark.slow
 def test_readme_python_runs(tiny, run, tmp_path, capsys):
     """The Python of the README on a small run instead of out/pocket and a small corpus instead of sotu-4096."""
     flags = tiny()
@@ -102,6 +108,7 @@ def test_readme_links_exist():
         assert target.startswith("https://") or (ROOT / target).exists(), target
 
 
+@pytest.mark.slow
 def test_resume_command_goes_on(run, tiny):
     assert run("train.py", *tiny()).returncode == 0
     r = run("train.py", *tiny("--max_steps=24", "--resume"))
@@ -110,6 +117,7 @@ def test_resume_command_goes_on(run, tiny):
     assert again.returncode == 0 and "is complete" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_planned_sweep_trains_and_is_collected(run, tmp_path):
     """plan -> the shell -> collect: every line runs as printed, and collect skips the run that is not finished."""
     plan = run("fit_law.py", "plan", "--preset=pocket", "--budgets", "2e9", "--widths", "32", "--loops", "1", "4")
@@ -131,6 +139,7 @@ def test_a_planned_sweep_trains_and_is_collected(run, tmp_path):
     assert r.returncode == 2 and "at least 10 runs" in r.stderr
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_in_the_middle_goes_on_to_the_same_table(run, tmp_path):
     """The list is stopped while its second run trains, and run again: the table equals that of an unbroken list."""
     plan = run("fit_law.py", "plan", *"--budgets 6e10 --widths 32 --loops 1 2 --flags".split(),
@@ -161,6 +170,7 @@ def test_a_sweep_killed_in_the_middle_goes_on_to_the_same_table(run, tmp_path):
     assert table(tmp_path / "broken") == table(tmp_path / "whole") and len(table(tmp_path / "whole")) == 2
 
 
+@pytest.mark.slow
 def test_bench_writes_its_rows(run, tmp_path):
     r = run("bench.py", "--n_embd=32", "--head_dim=16", "--block_size=32", "--batch_size=1", "--rounds=3",
             "--device=cpu", "--vs=--n_loop=2", f"--json={tmp_path / 'b.json'}")
@@ -173,6 +183,9 @@ def test_bench_writes_its_rows(run, tmp_path):
 @pytest.mark.parametrize("flags, says", [
     (["--nanogpt=/nosuch"], "nanoGPT"), (["--n_head=3", "--n_embd=64"], "n_head=3"), (["--nosuch"], "--nosuch"),
     (["--vs=--n_loop=x"], "n_loop"), (["--rounds=0"], "rounds"), (["--json=/no/such/x.json"], "json")])
-def test_bench_refuses_in_one_sentence(run, flags, says):
-    r = run("bench.py", *flags)
-    assert r.returncode == 2 and says in r.stderr and r.stderr.count("\n") == 1
+def test_bench_refuses_in_one_sentence(monkeypatch, capsys, flags, says):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    with pytest.raises(SystemExit) as e:
+        bench.main()
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and says in err and err.count("\n") == 1

@@ -356,14 +356,14 @@ def test_interval_covers_the_truth():
     assert inside >= 17  # a true 95% gives fewer in 2 of 100 such studies
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_coverage_study():
     inside, width = coverage(100, 1000)
     print(f"\nphi's 95% interval covers the truth in {inside} of 100 synthetic repeats, mean width {width:.3f}")
     assert inside >= 90
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_speed():
     def best_of(n, function):
         seconds = []
@@ -626,6 +626,7 @@ def test_forms_without_a_parameter_are_printed_too(form, worth, cli):
     assert f"N_eff/N(r=1) {worth} [{worth}, {worth}]" in done.stdout
 
 
+@pytest.mark.slow
 def test_committed_scoreboard_comes_out_again(cli, tmp_path):
     tricks = {"isodepth_casestudy_runs.csv": (F.PUBLISHED, CASES, "page")}
     if os.path.exists(f"{RESULTS}/trick_runs.csv"):

@@ -350,6 +350,7 @@ def test_resumed_mixture_equals_unbroken_one_bit_for_bit(tiny, tmp_path, monkeyp
         assert all(layer.bias.abs().sum() > 0 for layer in mixtures(model))
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_mixture(tiny, tmp_path, torchrun):
     """Some expert of the eight has no token in some process; the bias follows the loads of both together."""
     flags = ("--n_expert=8", "--balance=bias", "--grad_accum=2", "--max_steps=4", "--eval_interval=2")
@@ -434,6 +435,7 @@ def slopes(widths, corpus, flags):
     return {name: statistics.linear_regression(x, [math.log(size[name]) for size in sizes]).slope for name in sizes[0]}
 
 
+@pytest.mark.slow
 def test_activations_keep_their_size_over_widths_under_mup_only(corpus):
     """States, layer outputs, router and output logits; without muP the widest model is left out, to save time."""
     with_mup = slopes((64, 128, 256, 512), corpus, ["--optimizer=adamw", "--mup_base=64"])
@@ -443,7 +445,7 @@ def test_activations_keep_their_size_over_widths_under_mup_only(corpus):
     assert min(without["logits"], without["state 1"], without["router 1"]) > 0.25, without
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_best_learning_rate_stays_within_one_grid_step_over_widths():
     """Mean loss of the last 20 of 100 steps at 3 widths, on real text; the table is in results/moe.md."""
     rates, best = [2 ** -k for k in range(10, 4, -1)], {}

@@ -244,6 +244,7 @@ def test_accumulated_gradients_equal_the_full_batchs():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_run(tiny, tmp_path, torchrun):
     """torchrun with gloo, gradient accumulation included: losses, gradients and validation as in one process."""
     flags = ("--grad_accum=2", "--max_steps=4", "--eval_interval=2")
@@ -477,6 +478,7 @@ def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
     assert says in stops(tiny(), capsys)
 
 
+@pytest.mark.slow
 # --- every flag does something ---
 @pytest.mark.parametrize("flag", [
     "--seed=2", "--n_embd=64", "--head_dim=8", "--n_head=1", "--block_size=16", "--n_prelude=2", "--n_recur=2",
@@ -649,6 +651,7 @@ def outcome(flags, folder, capsys):
         next(line for line in told.splitlines() if line.startswith("cpu, ")), "MFU" in told
 
 
+@pytest.mark.slow
 def test_no_flag_is_dead(tiny, tmp_path, capsys):
     """A run of 3 steps under each flag differs from the same run without it; every field of Config is a flag."""
     assert EFFECT.keys() | ELSEWHERE == T.DEFAULTS.keys() and not EFFECT.keys() & ELSEWHERE

@@ -102,6 +102,7 @@ def test_trains_resumes_and_leaves_a_folder(path, tiny, tmp_path, monkeypatch):
     assert summary["flops"] == pytest.approx(summary["tokens"] * model.flops_per_token(model.cfg))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TRICKS)
 def test_two_processes_train_the_same_run(path, tiny, tmp_path, torchrun):
     flags = (f"--trick={path}", "--max_steps=3")
