@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from lib.ops import Linear, attend, norm, rotary_table, rotate, sample
+from lib.ops import Linear, attend, check_sampling, norm, rotary_table, rotate, sample
 from moe import BALANCE, Mixture, Routing, Z
 
 
@@ -53,7 +53,7 @@ class Config:
     readout: str = "norm"     # norm before the head: norm (always) | raw (never) | final (at the last pass only)
     n_expert: int = 0         # experts E in every feed-forward layer (moe.py); 0: dense layers
     n_active: int = 2         # experts k that a token takes, each 1/k as wide as the dense layer: equal FLOPs
-    balance: str = "loss"     # how experts are kept in use: loss (in the objective) | bias (on the choice only)
+    balance: str = "loss"     # keeps experts in use: loss (over each micro-batch of a process) | bias (over the step)
     tied: bool = False        # the head uses the embedding's matrix, drawn from N(0, 1)
     mup_base: int = 0         # muP: the width at which the learning rate was tuned; 0: off
 
@@ -366,7 +366,9 @@ class LoopedLM(nn.Module):
         mask = None
         if T > 1:
             mask = torch.full((T, past + T), -torch.inf, device=idx.device, dtype=self.compute_dtype()).triu(past + 1)
-        return Context(self.table[past:past + T], mask, cache, routing)
+        table = self.table[past:past + T]
+        table = table.to(torch.promote_types(table.dtype, torch.float32))          # of a model in bfloat16, too
+        return Context(table, mask, cache, routing)
 
     def compute_dtype(self):
         device = self.table.device.type
@@ -426,6 +428,7 @@ class LoopedLM(nn.Module):
         """Continue idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Contexts longer than block_size are
         cut from the left: a prompt to its last block_size tokens; after that, each time the window is full, it
         restarts from its last half, so that the cache is rebuilt once per block_size / 2 tokens."""
+        check_sampling(temperature, top_k)
         if idx.size(1) < 1:
             raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
         K, size = self.cfg.n_loop if n_loop is None else n_loop, self.cfg.block_size

@@ -145,6 +145,8 @@ def complete(line):
     if any(line.get(h) for h in HORIZON):
         preset = {k: v for k, v in preset.items() if k not in HORIZON}
     a = {**DEFAULTS, **preset, **line}
+    if a["n_loop"] == 1 and "inject" not in {**preset, **line}:
+        a["inject"] = "none"                     # one pass has nothing to inject, so the default is no matrix
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
     for name, value in model_class(a["trick"], a["trick_args"]).requires.items():
@@ -168,7 +170,8 @@ def complete(line):
             stop(f"--{name}={a[name]}: must be at least 0 and {limit}")
     if a["bptt"] and a["loss"] == "per_loop":
         stop("--bptt with --loss=per_loop: the early readouts would train nothing but the head; drop one of them")
-    if 0 < a["bptt"] < a["n_loop"] and a["inject"] == "none" and not a["trick"]:
+    deepest = 2 * a["n_loop"] - 1 if a["sample_loops"] else a["n_loop"]
+    if 0 < a["bptt"] < deepest and a["inject"] == "none" and not a["trick"]:
         stop("--bptt with --inject=none: only the first pass sees the embedding, so no gradient would reach it; use "
              "--inject=linear or add")
     if a["norm_penalty"] and a["loop_norm"]:

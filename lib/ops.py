@@ -2,6 +2,8 @@
 The operations below a layer: RMSNorm, matrix product, rotary positions, attention, sampling. Plain torch would do; what
 is longer here than a line is faster on a CPU (results/bench.md).
 """
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -82,8 +84,18 @@ def attend(q, k, v, mask, scale=None):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
+def check_sampling(temperature, top_k=None):
+    """ValueError, a sentence, for what cannot be sampled with."""
+    if not (temperature == 0 or 1e-3 <= temperature < math.inf):                   # not, since nan fails every comparison
+        raise ValueError(f"temperature={temperature}: must be 0, the likeliest token, or a number from 0.001 on")
+    if top_k is not None and (top_k < 0 or top_k != int(top_k)):
+        raise ValueError(f"top_k={top_k}: must be a whole number, at least 1; 0 or None samples from all tokens")
+
+
 def sample(logits, temperature=1.0, top_k=None, generator=None):
-    """Next tokens (B, 1) from logits (B, V): the likeliest ones at temperature 0, else drawn, from the top_k if set."""
+    """Next tokens (B, 1) from logits (B, V): the likeliest ones at temperature 0, else drawn, from the top_k if set.
+    ValueError for a temperature or top_k that means nothing."""
+    check_sampling(temperature, top_k)
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature

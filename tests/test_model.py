@@ -309,6 +309,30 @@ def test_sampling_is_seeded_and_top_k_bounds_it():
     assert torch.equal(model.generate(tokens(), 12, top_k=1), model.generate(tokens(), 12, temperature=0))
 
 
+@pytest.mark.parametrize("bad", [dict(temperature=-1.0), dict(temperature=float("nan")), dict(temperature=1e-45),
+                                 dict(temperature=float("inf")), dict(top_k=-1), dict(top_k=2.5)])
+def test_sampling_refuses_what_means_nothing(bad):
+    name, = bad
+    for call in (lambda: small().generate(tokens(), 3, **bad), lambda: ops.sample(torch.zeros(1, 5), **bad)):
+        with pytest.raises(ValueError, match=f"{name}="):
+            call()
+    assert small().generate(tokens(), 3, temperature=1e-3, top_k=0).shape == (2, 15)
+
+
+@pytest.mark.parametrize("variant", [dict(), dict(inject="none", readout="raw"), dict(n_expert=4, n_loop=2)])
+def test_a_model_in_bfloat16_runs_on_cpu(variant):
+    """As people load checkpoints: logits near those in fp32, trained on, and generated from with a cache."""
+    model, x = small(**variant), tokens()
+    plain = model(x, x)[0]
+    model.to(torch.bfloat16)
+    logits, out = model(x, x)
+    assert logits.dtype == torch.bfloat16
+    assert (logits.float() - plain).norm() / plain.norm() < 0.05
+    out["loss"].backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.generate(x, 4, temperature=0).shape == (2, 16)
+
+
 def test_what_cannot_be_run_is_refused_in_a_sentence():
     model = small()
     cache = KVCache(model.cfg, 2, 4)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 from lib import optim
 import train as T
 from conftest import ROOT
-from lib.checkpoint import load_model
+from lib.checkpoint import data_of, load_model
 from lib.flags import PRESETS
 from model import Config, LoopedLM
 
@@ -310,6 +311,13 @@ def test_muon_in_batches_is_torchs_muon(monkeypatch):
         assert (p - q).abs().max() <= 0.02 * (q - p0).abs().max()
 
 
+def test_the_help_says_that_the_balance_loss_is_per_micro_batch(capsys):
+    """So 4 micro-batches of 2 are not one batch of 8 with --balance=loss; the bias follows the loads of the step."""
+    with pytest.raises(SystemExit):
+        T.parse(["-h"])
+    assert "over each micro-batch of a process" in " ".join(capsys.readouterr().out.split())
+
+
 def test_default_flags_equal_the_model_config():
     for name, value in vars(Config()).items():
         if name not in ("vocab_size", "n_head"):
@@ -575,6 +583,63 @@ def test_spellings_that_must_work(tiny, flags, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     base = [f for f in tiny() if not (f.startswith("--max_steps") and "--max_tokens=1e3" in flags)]
     train([*base, *flags, *([] if "--max_tokens=1e3" in flags else ["--max_steps=2"])])
+
+
+def test_truncation_is_bounded_by_the_deepest_step(capsys):
+    """--sample_loops visits 2 n_loop - 1 passes: there, too, a gradient has to reach the embedding."""
+    assert "--inject=none" in stops(["--bptt=2", "--sample_loops", "--n_loop=2", "--inject=none"], capsys)
+    T.parse(["--bptt=3", "--sample_loops", "--n_loop=2", "--inject=none"])
+
+
+def test_one_pass_has_no_injection_unless_it_is_asked_for(capsys):
+    assert T.parse(["--n_loop=1"])[0].inject == "none"
+    assert T.parse(["--n_loop=1", "--inject=linear"])[0].inject == "linear"
+    assert T.parse(["--n_loop=2"])[0].inject == "linear"
+
+
+def test_each_process_of_torchrun_takes_its_own_gpu(monkeypatch):
+    """Stand-ins for the group and the GPU: also where --device names one of them."""
+    began, chosen = [], []
+    monkeypatch.setattr(T.dist, "init_process_group", began.append)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(T, "pick_device", lambda name: name or "cuda")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for device in ("", "cuda", "cuda:0"):
+        args = T.parse([f"--device={device}"])[0]
+        assert T.start_process(args, {}, world=2) == "cuda:1"
+    assert began == ["nccl"] * 3 and chosen == ["cuda:1"] * 3
+
+
+def test_evaluation_takes_as_many_windows_a_process_as_training(tiny, monkeypatch):
+    """Of a batch of 4 over two processes each trains on 2 windows, and must not need memory for 4 to evaluate."""
+    sizes, evaluate = [], T.evaluate
+
+    def spy(model, folder, meta, n_tokens, batch_size, *a, **kw):
+        sizes.append(batch_size)
+        return evaluate(model, folder, meta, n_tokens, batch_size, *a, **kw)
+    monkeypatch.setattr(T, "evaluate", spy)
+    monkeypatch.setattr(T, "start_process", lambda *a: "cpu")
+    monkeypatch.setattr(T, "DistributedDataParallel", lambda model: model)
+    for name in ("all_reduce", "barrier"):
+        monkeypatch.setattr(T.dist, name, lambda *a: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train(tiny("--max_steps=1"))
+    assert sizes == [2]
+
+
+def test_a_checkpoint_meets_its_own_text_only(tiny, tmp_path, corpus):
+    """The corpus folder is prepared again with other text: every script that loads the checkpoint refuses."""
+    copy = tmp_path / "text"
+    shutil.copytree(corpus, copy)
+    train([*tiny("--max_steps=1"), f"--data={copy}"])
+    _, state = load_model(tmp_path / "run")
+    data_of(state)
+    meta = json.loads((copy / "meta.json").read_text())
+    meta["splits"]["train"]["sha256"] = "0" * 64
+    (copy / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(SystemExit) as e:
+        data_of(state)
+    assert e.value.code == 2
 
 
 def test_help_and_another_working_directory(run, tiny, tmp_path):
