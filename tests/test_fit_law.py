@@ -133,14 +133,15 @@ def test_free_multipliers_are_the_same_law_under_every_convention(convention, mu
     fit = fitted(convention, "free")
     assert [fit["m_2"], fit["m_4"], fit["m_8"]] == pytest.approx(multipliers, abs=0.005)
     assert fit["huber"] * 1e5 == pytest.approx(25.88, abs=0.05)
-    effective = [row[3][0] for row in W.worth(runs(convention), "free", fit["theta"])]
+    effective = [row[3][0] for row in W.worth(runs(convention), fit, fit["theta"])]
     assert effective == pytest.approx([1, 0.732, 0.606, 0.458], abs=0.002)
 
 
 @pytest.mark.parametrize("convention, effective", [
     ("written", [0.751, 0.580, 0.466]), ("inj_once", [0.757, 0.585, 0.467]), ("page", [0.753, 0.583, 0.467])])
 def test_effective_parameters_hardly_depend_on_the_convention(convention, effective):
-    table = W.worth(runs(convention), "power", fitted(convention)["theta"])
+    fit = fitted(convention)
+    table = W.worth(runs(convention), fit, fit["theta"])
     assert [row[3][0] for row in table] == pytest.approx([1, *effective], abs=0.001)
 
 
@@ -212,7 +213,7 @@ def test_isoflop_optima_and_exponents(cli):
 
 
 def test_held_out_budgets_and_largest_r():
-    by_budget, by_r = F.held_out(runs(), fitted(), "budget"), F.held_out(runs(), fitted(), "n_loop")
+    by_budget, by_r = F.cross_validate(runs(), fitted(), "budget"), F.cross_validate(runs(), fitted(), "n_loop")
     budgets, r8 = runs()["budget"], runs()["n_loop"] == 8
     assert W.rms([W.rms(by_budget[budgets == b]) for b in np.unique(budgets)]) == pytest.approx(0.0129, rel=0.02)
     top = by_budget[budgets == budgets.max()]
@@ -233,14 +234,14 @@ def test_other_recurrence_terms(form, huber, rmse, by_budget, top, parameters):
     check(fit, dict(rmse=2e-4), rmse=rmse)
     for name, value in parameters.items():
         assert fit[name] == pytest.approx(value, rel=0.01)
-    residual = F.held_out(runs(), fit, "budget")
+    residual = F.cross_validate(runs(), fit, "budget")
     assert W.rms([W.rms(residual[budgets == b]) for b in np.unique(budgets)]) == pytest.approx(by_budget, rel=0.05)
     assert W.rms(residual[budgets == budgets.max()]) == pytest.approx(top, rel=0.05)
 
 
 @pytest.mark.parametrize("form, rmse, bias", [("none", .0291, -.025), ("linear", .0259, .024), ("log", .0157, -.010)])
 def test_other_terms_on_the_largest_r(form, rmse, bias):
-    residual = F.held_out(runs(), fitted(form=form), "n_loop")[runs()["n_loop"] == 8]
+    residual = F.cross_validate(runs(), fitted(form=form), "n_loop")[runs()["n_loop"] == 8]
     assert W.rms(residual) == pytest.approx(rmse, rel=0.05) and residual.mean() == pytest.approx(bias, abs=0.001)
 
 
@@ -298,19 +299,19 @@ def test_objective_is_the_sum_and_scipy_cannot_improve_the_optimum():
 def test_jacobian(form):
     fit = fitted(form=form)
     theta, x = fit["theta"], fit["x"]
-    jac = W.law(theta, x, form)[1][0]
+    jac = W.law(theta, x)[1][0]
     for k in range(theta.shape[1]):
         step = np.zeros_like(theta)
         step[0, k] = 1e-6
-        numeric = (W.law(theta + step, x, form)[0] - W.law(theta - step, x, form)[0])[0] / 2e-6
+        numeric = (W.law(theta + step, x)[0] - W.law(theta - step, x)[0])[0] / 2e-6
         assert jac[k] == pytest.approx(numeric, abs=1e-7)
 
 
 def test_optimum_does_not_depend_on_the_starts():
     x, rng = fitted()["x"], np.random.default_rng(0)
     random = np.column_stack([rng.uniform(-1, 1, (40, 3)), rng.uniform(0.05, 1, (40, 2)), rng.uniform(-1, 2, 40)])
-    grid = np.vstack([W.starts(x, "power"), random])
-    theta, value = W.descend(grid, np.ones((len(grid), 116)), x, "power", W.DELTA, tolerance=1e-9)
+    grid = np.vstack([W.starts(x), random])
+    theta, value = W.descend(grid, np.ones((len(grid), 116)), x, tolerance=1e-9)
     there = value < value.min() * (1 + 1e-4)
     assert there[:12].all() and there.mean() > 0.8
     assert np.ptp(theta[there, 3:], axis=0).max() < 1e-3
@@ -606,7 +607,7 @@ def test_scoreboard_from_the_published_interventions(cli, tmp_path):
     assert [line.split()[0] for line in shown.stdout.splitlines()[:2]] == ["hyperconnect", "truncbptt"]
 
 
-RESULTS = os.path.join(F.HERE, "results")
+RESULTS = F.ROOT / "results"
 
 
 def test_committed_sweep_gives_the_committed_numbers(cli, tmp_path):
@@ -669,7 +670,7 @@ def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, 
     (["compare", F.PUBLISHED], "-h lists the flags"),
     (["plan", "--preset=trick"], "--flags"), (["plan", "--flags=--seed=7"], "--seed differs"),
     (["fit", F.PUBLISHED, "--budgets", "3e3"], "--budgets=3000"), (["fit", F.PUBLISHED, "--conv=page"], "--conv=page"),
-    (["compare", F.PUBLISHED, os.path.join(F.HERE, "results", "trick_runs.csv")], "isodepth_runs.csv has no run")])
+    (["compare", F.PUBLISHED, f"{RESULTS}/trick_runs.csv"], "isodepth_runs.csv has no run")])
 def test_bad_flags(flags, said, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = cli(*flags)
