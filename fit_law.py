@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import brentq
 
-from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, interval, label_groups,
-                 natural_units, predict, predict_at, rms, span, why_unidentified, worth)
+from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, interval, label_groups, natural_units,
+                 predict, predict_at, rms, span, why_unidentified, worth)
 from lib.console import misused, stop
 from lib.files import ROOT, check_writable
 from lib.plots import plot_law, plot_scoreboard
@@ -112,7 +112,7 @@ def cmd_fit(args):
 
 
 def cmd_published():
-    """No command: the published runs, with the counts behind the published phi and then with the others."""
+    """No command: the published runs, with the counts that give the published phi and then with the others."""
     runs = load_runs(PUBLISHED, "page")
     fit = fit_law(runs)
     draws = bootstrap(fit, bootstrap_weights(runs, 1000))
@@ -145,7 +145,8 @@ def cross_validate(runs, fit, key):
 
 def rank_forms(runs):
     """Every recurrence term on the same runs, best first by its error on budgets it was not fitted to (nats)."""
-    loops, ranking = np.unique(runs["n_loop"]), []
+    loops = np.unique(runs["n_loop"])
+    ranking = []
     for form in FORMS:
         needed = loops_needed(form, loops)
         if needed > len(loops):
@@ -171,7 +172,7 @@ def rank_forms(runs):
 
 
 def fit_phi(runs, weights, path):
-    """(the fit, phi (1 + S,)): the estimate and then every resample."""
+    """(the fit, phi (1 + S,)), phi that of the fit and then of every resample."""
     check_fittable(runs, path, "power")
     fit = fit_law(runs)
     draws = bootstrap(fit, weights)
@@ -193,7 +194,7 @@ def cmd_compare(args):
         both = {k: np.concatenate([base[k], trick[k]]) for k in base.keys() & trick.keys()}
         both["budget"] = nominal_budgets(both["flops"])
         both["sweep"] = np.repeat(["without", "with"], [len(base["flops"]), len(trick["flops"])])
-        # phi changes with the budgets and the r that it is fitted to: only those of the trick, and r=1
+        # phi changes with the budgets and the r that it is fitted to, so the baseline is cut to those of the trick
         budgets = both["budget"][both["sweep"] == "with"]
         both = select(both, np.isin(both["budget"], budgets) & np.isin(both["n_loop"], [1, *trick["n_loop"]]))
         with_trick = both["sweep"] == "with"
@@ -348,7 +349,8 @@ def cmd_isoflop(args):
 
 def saturating_exponent(c, loss):
     """a of L = E + k C^-a with E >= 0, for each row of loss (S, budgets): a scan, since E and k are linear given a."""
-    exponents, squares = np.geomspace(0.01, 1, 400), []
+    exponents = np.geomspace(0.01, 1, 400)
+    squares = []
     for a in exponents:
         basis = np.stack([np.ones_like(c), (c / c[0]) ** -a], axis=1)
         solution = loss @ np.linalg.pinv(basis).T  # (S, 2): E and k

@@ -55,7 +55,7 @@ def cmd_plan(args):
     if clash:
         stop(f"--flags: {clash[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
     shared, _ = parse(shlex.split(args.flags))
-    required = model_class(shared.trick, shared.trick_args).requires
+    requires = model_class(shared.trick, shared.trick_args).requires
     speed, vocab_size = args.speed or grid["speed"], args.vocab_size or grid["vocab_size"]
     folder = args.name or f"{args.preset}-sweep"
     lines, total = [], 0
@@ -67,7 +67,7 @@ def cmd_plan(args):
             if d % grid["multiple"] or grid["looped"] % r:
                 stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
                      f"loop counts that divide {grid['looped']}")
-            inject = required.get("inject", grid["inject"] if r > 1 else "none")
+            inject = requires.get("inject", grid["inject"] if r > 1 else "none")
             n_recur = grid["looped"] // r
             flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=n_recur, inject=inject, n_expert=n_expert)
             experts = f"-e{n_expert}" if n_expert else ""
@@ -157,8 +157,8 @@ def load_runs(path, convention="written"):
     if convention == "page" and not ({"n_prelude", "n_recur", "n_coda"} <= runs.keys() and np.all(
             runs["n_prelude"] + runs["n_loop"] * runs["n_recur"] + runs["n_coda"] == 20)):
         stop(f"--convention=page holds for the paper's grid of 20 layers only and {path} is another: use written")
-    injected = (runs["n_loop"] > 1) & (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
-    matrix = 2 * runs["n_embd"] ** 2 * injected
+    has_matrix = (runs["n_loop"] > 1) & (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
+    matrix = 2 * runs["n_embd"] ** 2 * has_matrix
     runs["n_once"], runs["n_rec"] = count_parameters(runs["n_once"], runs["n_rec"], matrix, runs["n_embd"],
                                                      runs["n_loop"], convention)
     return runs
