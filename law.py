@@ -48,7 +48,7 @@ def recurrence(x, q):
 # --- the law and its Jacobian ---
 
 def scale(runs, form, delta):
-    """What the optimiser sees: N and D over their geometric means, so that every parameter is of order 1."""
+    """What the optimiser sees, x below: N and D over their geometric means, so that every parameter is of order 1."""
     loops, which = np.unique(runs["n_loop"], return_inverse=True)  # r of each run is loops[which]
     names, guesses, function = FORMS[form]
     if form == "free":
@@ -80,7 +80,7 @@ def law(theta, x):
 
     # By q, through the multiplier and the extra loss. Complex step: f(q + ih) has the imaginary part h f'(q), exact for
     # a tiny h, so no form needs its derivative written out.
-    by_multiplier = -alpha * by_a * x["rec"] / n_eff
+    by_multiplier = -alpha * by_a * x["rec"] / n_eff  # d log L / d multiplier
     for k in range(q.shape[1]):
         shifted = q + 0j
         shifted[:, k] += 1e-30j
@@ -109,7 +109,7 @@ def objective(theta, weights, x):
     square, straight = 0.5 * residual ** 2, delta * (size - 0.5 * delta)
     huber = np.where(size <= delta, square, straight)
     value = (weights * huber).sum(1)
-    # Beyond delta the slope is delta instead of |residual|: that of least squares with a smaller weight on the run.
+    # Beyond delta the slope is delta, not |residual|: that of least squares with a smaller weight on that run.
     shrink = np.minimum(1, delta / np.maximum(size, 1e-300))
     weighted = jac * (weights * shrink)[:, None]  # (S, P, n)
     gradient = weighted @ residual[:, :, None]
@@ -215,7 +215,7 @@ def label_groups(runs, *keys):
 
 
 def bootstrap_weights(runs, n, seed=0, within_r=False):
-    """(n, rows) how often each run is drawn: first (budget, r) cells with all their widths, then the seeds of a width.
+    """(n, runs) how often each run is drawn: first (budget, r) cells with all their widths, then the seeds of a width.
 
     within_r draws the cells of each r among themselves, which the difference between two sweeps needs: otherwise some
     resamples hold hardly any r=1 run, and phi swings by more than the sweeps differ.
@@ -251,7 +251,7 @@ def bootstrap(fit, weights):
 
 
 def interval(values):
-    """95% interval of an estimate, values[0], from the draws behind it, values[1:]: their 2.5 and 97.5 percentiles."""
+    """95% interval of an estimate, values[0], from its resamples, values[1:]: their 2.5 and 97.5 percentiles."""
     return np.nanpercentile(values[1:], [2.5, 97.5]).tolist()
 
 

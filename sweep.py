@@ -90,10 +90,6 @@ def cmd_collect(args):
     """The summary.json files of finished runs as one table, to stdout."""
     rows = []
     for folder in args.folders:
-        if not os.path.exists(folder):
-            print(f"skipped {folder}: no such folder", file=sys.stderr)
-        if not os.path.isdir(folder):
-            continue
         path = os.path.join(folder, "summary.json")
         try:
             with open(path, encoding="utf-8") as f:
@@ -102,7 +98,7 @@ def cmd_collect(args):
             summary.setdefault("trick", "")      # a run of an earlier version
             rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
         except OSError:
-            print(f"skipped {folder}: no summary.json, so its run is not finished", file=sys.stderr)
+            print(f"skipped {folder}: it has no summary.json, which a finished run writes", file=sys.stderr)
         except (ValueError, KeyError, TypeError) as error:
             stop(f"{path} is not a summary of train.py ({type(error).__name__}: {error}): remove it and run again")
     if not rows:
