@@ -19,79 +19,80 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import brentq
 
-from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, form_parameters, grouped, interval,
-                 natural_units, predict, predict_at, rms, span, why_unidentified, worth)
+from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, interval, label_groups, natural_units,
+                 predict, predict_at, rms, span, why_unidentified, worth)
 from lib.console import misused, stop
-from lib.files import check_writable
+from lib.files import ROOT, check_writable
 from lib.plots import plot_law, plot_scoreboard
 from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, cmd_collect, cmd_plan, count_parameters, load_runs,
                    nominal_budgets, number, select)
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-PUBLISHED = os.path.join(HERE, "data", "isodepth_runs.csv")
+PUBLISHED = str(ROOT / "data" / "isodepth_runs.csv")
+
+
+def loops_needed(form, loops):
+    """How many different loop counts a fit of this form needs."""
+    return max(2, len(loops)) if form == "free" else 1 + len(FORMS[form][0])
 
 
 def check_fittable(runs, path, form):
     n, loops = len(runs["val_loss"]), np.unique(runs["n_loop"])
     if n < 10:
         stop(f"{path} has {n} runs but the law has 6 parameters: at least 10 runs are needed")
+    looped = runs["n_loop"] > 1  # r=1 has nothing to inject
     for key in ("sweep", "n_expert", "inject", "trick"):
-        kinds = np.unique(runs[key][runs["n_loop"] > 1])  # r=1 has nothing to inject
+        kinds = np.unique(runs[key][looped])
         if len(kinds) > 1:
             stop(f"{path} mixes {key} {', '.join(map(str, kinds))}: give each its own file, or use `compare`")
-    missing = max(1 + len(form_parameters(form, loops)[0]), 2 if form == "free" else 1) - len(loops)
-    if missing > 0:
+    needed = loops_needed(form, loops)
+    if needed > len(loops):
         stop(f"{path} has only n_loop {', '.join(f'{r:g}' for r in loops)}, so the recurrence term of --form={form} is "
-             f"not identifiable: add runs with {missing} more n_loop, or use --form=none")
+             f"not identifiable: add runs with {needed - len(loops)} more n_loop, or use --form=none")
 
 
 def print_fit(runs, fit, draws, convention):
     """Print the law, its intervals and what each r is worth; returns them for --json."""
-    form, sampled = fit["form"], natural_units(draws, fit["x"], fit["form"])
-    reason = why_unidentified(fit, draws) if form == "power" else None
+    form, n = fit["form"], len(runs["val_loss"])
     cells = "cells and their seeds" if len(np.unique(runs["seed"])) > 1 else "cells, one seed each"
-    print(f"{len(runs['val_loss'])} runs at {len(np.unique(runs['budget']))} budgets, form {form}; 95% intervals from "
+    print(f"{n} runs at {len(np.unique(runs['budget']))} budgets, form {form}; 95% intervals from "
           f"{len(draws) - 1} resamples of (budget, r) {cells}\nconvention {convention}: {CONVENTIONS[convention]}")
-    for name, values in sampled.items():
-        print(f"{name:6s} " + (f"not identified: {reason}" if reason and name == "phi" else span(values, 4)))
+    reason = why_unidentified(fit, draws) if form == "power" else None
+    parameters = natural_units(draws, fit["x"])
+    for name, values in parameters.items():
+        text = f"not identified: {reason}" if reason and name == "phi" else span(values, 4)
+        print(f"{name:6s} {text}")
     print(f"R2 {fit['r2']:.4f}, RMSE {fit['rmse']:.4f} nats, Huber {fit['huber'] * 1e5:.2f}e-5")
-    table = [] if reason else worth(runs, form, draws)
+
+    table = [] if reason else worth(runs, fit, draws)
     for r, stored, multiplier, effective in table[1:]:
-        print(f"r={r:g}: m(r) {multiplier[0]:.3f}; at equal width N/N(r={table[0][0]:g}) {stored:.3f}, "
-              f"N_eff/N(r={table[0][0]:g}) {span(effective)}")
-    return dict({k: v for k, v in fit.items() if isinstance(v, (float, str))}, convention=convention,
-                phi=None if reason else dict(power=fit.get("phi"), none=0.0, full=1.0).get(form),
-                phi_ci=interval(sampled["phi"]) if form == "power" else None, n=len(runs["val_loss"]),
-                n_eff_ratio={f"{r:g}": float(effective[0]) for r, *_, effective in table})
+        first = f"N(r={table[0][0]:g})"
+        print(f"r={r:g}: m(r) {multiplier[0]:.3f}; at equal width N/{first} {stored:.3f}, "
+              f"N_eff/{first} {span(effective)}")
+
+    result = {k: v for k, v in fit.items() if isinstance(v, (float, str))}
+    phi = dict(power=fit.get("phi"), none=0.0, full=1.0).get(form)
+    result |= dict(convention=convention, phi=None if reason else phi, n=n)
+    result["phi_ci"] = interval(parameters["phi"]) if form == "power" else None
+    result["n_eff_ratio"] = {f"{r:g}": float(effective[0]) for r, *_, effective in table}
+    return result
 
 
 # --- commands ---
 
-def write_json(path, content):
-    if path:
-        text = json.dumps(content, indent=1)
-        try:
-            with open(path, "w", encoding="utf-8") as f:
-                f.write(text + "\n")
-        except OSError as error:
-            stop(f"cannot write --json={path} ({error.strerror}): give a file in a folder that exists")
-
-
-def wrote(path):
-    print("wrote " + os.path.relpath(path))
-
-
 def cmd_fit(args):
     runs = load_runs(args.runs, args.convention)
     if args.budgets:
-        near = np.abs(np.log(runs["budget"][:, None] / args.budgets)) < np.log(SAME_BUDGET)   # (n, budgets asked for)
-        if not near.any(0).all():
-            stop(f"--budgets={args.budgets[int(near.any(0).argmin())]:g}: {args.runs} has "
-                 f"{', '.join(f'{b:g}' for b in np.unique(runs['budget']))}")
+        ratio = runs["budget"][:, None] / args.budgets  # (n, budgets on the command line)
+        near = np.abs(np.log(ratio)) < np.log(SAME_BUDGET)
+        for budget, present in zip(args.budgets, near.any(0)):
+            if not present:
+                budgets = ", ".join(f"{b:g}" for b in np.unique(runs["budget"]))
+                stop(f"--budgets={budget:g}: {args.runs} has {budgets}")
         runs = select(runs, near.any(1))
     check_fittable(runs, args.runs, args.form)
     if args.plot and args.form != "power":
@@ -105,109 +106,123 @@ def cmd_fit(args):
         result["ranking"] = rank_forms(runs)
     if args.plot:
         plot_law(runs, fit, draws, result, args.plot)
-        wrote(args.plot)
-    write_json(args.json, result)
+        print(f"wrote {os.path.relpath(args.plot)}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def cmd_published():
-    """No command: the published runs, with the counts behind the published phi and then with the others."""
+    """No command: the published runs, with the counts that give the published phi and then with the others."""
     runs = load_runs(PUBLISHED, "page")
     fit = fit_law(runs)
     draws = bootstrap(fit, bootstrap_weights(runs, 1000))
     result = print_fit(runs, fit, draws, "page")
     print("published (Table 2): phi 0.459 [0.41, 0.53], alpha 0.199, beta 0.369, E 1.57, R2 0.9972\n")
     for convention, meaning in CONVENTIONS.items():
-        other = load_runs(PUBLISHED, convention)
-        fitted = fit_law(other)
-        effective = "/".join(f"{row[3][0]:.3f}" for row in worth(other, "power", fitted["theta"])[1:])
-        print(f"  {convention:8s}  phi {fitted['phi']:.4f}, N_eff/N(r=1) {effective} for r = 2/4/8   {meaning}")
-    stored = worth(load_runs(PUBLISHED), "power", fit["theta"])[2][1]
+        runs_of = load_runs(PUBLISHED, convention)
+        fit_of = fit_law(runs_of)
+        table = worth(runs_of, fit_of, fit_of["theta"])
+        ratios = "/".join(f"{effective[0]:.3f}" for *_, effective in table[1:])
+        print(f"  {convention:8s}  phi {fit_of['phi']:.4f}, N_eff/N(r=1) {ratios} for r = 2/4/8   {meaning}")
+    _, stored, *_ = worth(load_runs(PUBLISHED), fit, fit["theta"])[2]  # r=4
     print(f"\nin words: {1e3 * stored:.0f}M parameters with r=4 act like {1e3 * result['n_eff_ratio']['4']:.0f}M in a "
           "plain model and cost the training FLOPs\nof a plain model of 1,000M, the one of the same width and depth")
-    path = os.path.join("out", "isodepth_law.png")
+    path = "out/isodepth_law.png"
     check_writable("the folder out/", "out")
     plot_law(runs, fit, draws, result, path)
-    wrote(path)
+    print(f"wrote {path}")
 
 
-def held_out(runs, fit, key):
+def cross_validate(runs, fit, key):
     """actual - predicted (n,), each run predicted by a fit without all the runs that share its key."""
-    group = grouped(runs, key)
-    weights = (group != np.arange(group.max() + 1)[:, None]).astype(float)  # (G, n)
+    group = label_groups(runs, key)
+    weights = (group != np.arange(group.max() + 1)[:, None]).astype(float)  # (groups, n): each row leaves a group out
     guess = np.repeat(fit["theta"], len(weights), axis=0)
-    theta = descend(guess, weights, fit["x"], fit["form"], fit["delta"], tolerance=1e-9)[0]
-    return runs["val_loss"] - predict(theta, fit["x"], fit["form"])[group, np.arange(len(group))]
+    theta, _ = descend(guess, weights, fit["x"], tolerance=1e-9)
+    predicted = predict(theta, fit["x"])  # (groups, n)
+    return runs["val_loss"] - predicted[group, np.arange(len(group))]
 
 
 def rank_forms(runs):
     """Every recurrence term on the same runs, best first by its error on budgets it was not fitted to (nats)."""
-    loops, ranking = np.unique(runs["n_loop"]), []
+    loops = np.unique(runs["n_loop"])
+    ranking = []
     for form in FORMS:
-        n_q = len(form_parameters(form, loops)[0])
-        if n_q >= len(loops) or len(loops) == 1 and form == "free":
+        needed = loops_needed(form, loops)
+        if needed > len(loops):
             continue
         fit = fit_law(runs, form)
-        row = dict(form=form, parameters=5 + n_q, r2=fit["r2"], huber=fit["huber"])
-        for key in ["budget", "n_loop"][:2 if n_q < len(loops) - 1 else 1]:  # without one r, can it still be fitted?
-            residual = held_out(runs, fit, key)
-            last = residual[runs[key] == runs[key].max()]
-            row[key] = rms([rms(residual[runs[key] == v]) for v in np.unique(runs[key])])
-            row[f"top_{key}"], row[f"top_{key}_bias"] = rms(last), float(last.mean())
+        row = dict(form=form, parameters=fit["theta"].shape[1], r2=fit["r2"], huber=fit["huber"])
+        for key in ["budget", "n_loop"] if needed < len(loops) else ["budget"]:  # can it spare one r?
+            residual = cross_validate(runs, fit, key)
+            values = np.unique(runs[key])
+            row[key] = rms([rms(residual[runs[key] == v]) for v in values])
+            top = residual[runs[key] == values[-1]]
+            row[f"top_{key}"], row[f"top_{key}_bias"] = rms(top), float(top.mean())
         ranking.append(row)
     ranking.sort(key=lambda row: row["budget"])
     print(f"\nRMSE in nats on runs held out of the fit (bias: actual - predicted); largest r here: {loops[-1]:g}\n"
           "form     par   R2      Huber e-5   each budget   largest (bias)     each r   largest (bias)")
     for row in ranking:
-        print(f"{row['form']:8s} {row['parameters']}     {row['r2']:.4f}  {row['huber'] * 1e5:6.2f}      "
-              f"{row['budget']:.4f}        {row['top_budget']:.4f} ({row['top_budget_bias']:+.4f})   " + (
-                  f"{row['n_loop']:.4f}   {row['top_n_loop']:.4f} ({row['top_n_loop_bias']:+.4f})" if "n_loop" in row
-                  else "needs every r"))
+        fields = "{form:8s} {parameters}     {r2:.4f}  " + f"{row['huber'] * 1e5:6.2f}"
+        fields += "      {budget:.4f}        {top_budget:.4f} ({top_budget_bias:+.4f})   "
+        fields += "{n_loop:.4f}   {top_n_loop:.4f} ({top_n_loop_bias:+.4f})" if "n_loop" in row else "needs every r"
+        print(fields.format(**row))
     return ranking
 
 
+def fit_phi(runs, weights, path):
+    """(the fit, phi (1 + S,)), phi that of the fit and then of every resample."""
+    check_fittable(runs, path, "power")
+    fit = fit_law(runs)
+    draws = bootstrap(fit, weights)
+    reason = why_unidentified(fit, draws)
+    if reason:
+        stop(f"phi of {path} is not identified, {reason}: add budgets, widths or n_loop")
+    return fit, draws[:, 5]
+
+
 def cmd_compare(args):
-    """phi of each intervention minus phi of the baseline at the same budgets, both fitted to the same resamples."""
-    base, tricks, result = load_runs(args.baseline, args.convention), load_runs(args.runs, args.convention), {}
+    """phi of each trick minus phi of the baseline at the same budgets, both fitted to the same resamples."""
+    base, tricks = load_runs(args.baseline, args.convention), load_runs(args.runs, args.convention)
     check_fittable(base, args.baseline, "power")
     print(f"convention {args.convention}: {CONVENTIONS[args.convention]}; {args.resamples} resamples of the budgets of "
           "each r, the same for both")
+    result = {}
     for sweep in dict.fromkeys(tricks["sweep"]):
         trick = select(tricks, tricks["sweep"] == sweep)
         both = {k: np.concatenate([base[k], trick[k]]) for k in base.keys() & trick.keys()}
         both["budget"] = nominal_budgets(both["flops"])
         both["sweep"] = np.repeat(["without", "with"], [len(base["flops"]), len(trick["flops"])])
-        both = select(both, np.isin(both["budget"], both["budget"][both["sweep"] == "with"])  # phi is local: equal r
-                      & np.isin(both["n_loop"], [1, *trick["n_loop"]]))
-        new = both["sweep"] == "with"
-        if new.all():
-            stop(f"{args.baseline} has no run at the budgets of {args.runs} ("
-                 f"{', '.join(f'{b:g}' for b in np.unique(trick['budget']))} FLOPs) with its n_loop: run the baseline "
-                 "there, or plan the trick with --budgets of the baseline")
-        shared = (both["n_loop"] == 1) & (1 not in trick["n_loop"])  # r=1 has no loop to change
-        weights, phi = bootstrap_weights(both, args.resamples, within_r=True), []
-        for path, mask in ((args.baseline, ~new), (args.runs, new | shared)):
-            runs = select(both, mask)
-            check_fittable(runs, path, "power")
-            fit = fit_law(runs)
-            draws = bootstrap(fit, weights[:, mask])
-            reason = why_unidentified(fit, draws)
-            if reason:
-                stop(f"phi of {path} is not identified, {reason}: add budgets, widths or n_loop")
-            phi.append(draws[:, 5])
-        change, name = phi[1] - phi[0], str(sweep) or os.path.basename(args.runs)
-        print(f"{name}: phi {span(phi[0])} -> {span(phi[1])}, difference {span(change)}, above 0 in "
-              f"{np.nanmean(change[1:] > 0):.1%} of resamples; {mask.sum()} runs, R2 {fit['r2']:.4f}")
-        result[name] = {k: dict(phi=float(v[0]), ci=interval(v))
-                        for k, v in dict(baseline=phi[0], intervention=phi[1], difference=change).items()}
+        # phi changes with the budgets and the r that it is fitted to, so the baseline is cut to those of the trick
+        budgets = both["budget"][both["sweep"] == "with"]
+        both = select(both, np.isin(both["budget"], budgets) & np.isin(both["n_loop"], [1, *trick["n_loop"]]))
+        with_trick = both["sweep"] == "with"
+        without = ~with_trick
+        if not without.any():
+            stop(f"{args.baseline} has no run at a budget and n_loop of {args.runs}: run the baseline there, or plan "
+                 "the trick with --budgets of the baseline")
+        if 1 not in trick["n_loop"]:
+            with_trick |= both["n_loop"] == 1  # r=1 has no loop to change, so both share its runs
+        weights = bootstrap_weights(both, args.resamples, within_r=True)
+        _, before = fit_phi(select(both, without), weights[:, without], args.baseline)
+        fit, after = fit_phi(select(both, with_trick), weights[:, with_trick], args.runs)
+        change = after - before
+        name = str(sweep) or os.path.basename(args.runs)
+        print(f"{name}: phi {span(before)} -> {span(after)}, difference {span(change)}, above 0 in "
+              f"{np.nanmean(change[1:] > 0):.1%} of resamples; {with_trick.sum()} runs, R2 {fit['r2']:.4f}")
+        phis = dict(baseline=before, intervention=after, difference=change)
+        result[name] = {k: dict(phi=float(v[0]), ci=interval(v)) for k, v in phis.items()}
         if args.table:
             add_line(args.table, name, result[name], trick, args)
-    write_json(args.json, result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 # --- the scoreboard: one line for each thing that was done to the loop ---
 
-COLUMNS = ["trick", "phi", "phi_low", "phi_high", "baseline", "difference", "difference_low", "difference_high", "runs",
-           "n_loop", "budgets", "seeds", "convention", "file"]
+NUMBERS = ["phi", "phi_low", "phi_high", "baseline", "difference", "difference_low", "difference_high"]
+COLUMNS = ["trick", *NUMBERS, "runs", "n_loop", "budgets", "seeds", "convention", "file"]
 
 
 def read_table(path):
@@ -217,161 +232,196 @@ def read_table(path):
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}): `compare ... --table={path}` writes it")
     for line, row in enumerate(rows, 2):
-        if not np.isfinite([number(row.get(k)) for k in COLUMNS[1:8]]).all():
-            stop(f"{path} line {line}: needs a number for each of {', '.join(COLUMNS[1:8])}: repair or remove it")
+        if not np.isfinite([number(row.get(k)) for k in NUMBERS]).all():
+            stop(f"{path} line {line}: needs a number for each of {', '.join(NUMBERS)}: repair or remove it")
     return rows
 
 
 def add_line(path, name, phi, trick, args):
     """Write the line of a trick into the scoreboard, in place of an older one of that name and file."""
-    rows, source = read_table(path) if os.path.exists(path) else [], os.path.basename(args.runs)
-    values = [phi["intervention"]["phi"], *phi["intervention"]["ci"], phi["baseline"]["phi"], phi["difference"]["phi"],
-              *phi["difference"]["ci"]]
-    row = dict(zip(COLUMNS, [name, *(f"{v:.4f}" for v in values), len(trick["flops"]),
-                             " ".join(f"{r:g}" for r in np.unique(trick["n_loop"])), len(np.unique(trick["budget"])),
-                             len(np.unique(trick["seed"])), args.convention, source]))
-    rows = [r for r in rows if (r["trick"], r["file"]) != (name, source)] + [row]
-    try:
-        with open(path, "w", newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        stop(f"cannot write --table={path} ({error.strerror}): give a file in a folder that exists")
+    after, before, change = phi["intervention"], phi["baseline"], phi["difference"]
+    values = [after["phi"], *after["ci"], before["phi"], change["phi"], *change["ci"]]
+    new = dict(zip(NUMBERS, (f"{v:.4f}" for v in values)), trick=name, file=os.path.basename(args.runs))
+    new["runs"], new["convention"] = len(trick["flops"]), args.convention
+    new["n_loop"] = " ".join(f"{r:g}" for r in np.unique(trick["n_loop"]))
+    new["budgets"], new["seeds"] = len(np.unique(trick["budget"])), len(np.unique(trick["seed"]))
+    rows = read_table(path) if os.path.exists(path) else []
+    rows = [row for row in rows if (row["trick"], row["file"]) != (name, new["file"])]
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*rows, new])
 
 
 def cmd_table(args):
     """The scoreboard, ranked by what each trick adds to the phi of the same loop without it, and its picture."""
-    rows = sorted(read_table(args.table), key=lambda row: float(row["difference"]))
+    rows = sorted(read_table(args.scoreboard), key=lambda row: float(row["difference"]))
     if not rows:
-        stop(f"{args.table} has no line yet: `compare base.csv trick.csv --table={args.table}` adds one")
+        stop(f"{args.scoreboard} has no line yet: add one with `compare base.csv trick.csv --table={args.scoreboard}`")
     for row in reversed(rows):
         print("{trick:28s} phi {phi} [{phi_low}, {phi_high}]   {difference} [{difference_low}, {difference_high}] over "
               "its baseline {baseline}; {runs} runs, r = {n_loop}, convention {convention}, {file}".format(**row))
-    path = args.plot or os.path.splitext(args.table)[0] + ".png"
+    path = args.plot or os.path.splitext(args.scoreboard)[0] + ".png"
     plot_scoreboard(rows, path)
-    wrote(path)
+    print(f"wrote {os.path.relpath(path)}")
 
 
 # --- optima ---
 
-def cmd_isoflop(args):
-    """Optima without a law: a parabola of loss in log N per (budget, variant), N the matrix parameters n_once + n_rec:
-    those stored, and of experts those that work on one token."""
-    runs, rng, cells = load_runs(args.runs), np.random.default_rng(0), {}
-    by = ["sweep"] * (len(np.unique(runs["sweep"])) > 1) + args.by.split(",")
-    unknown = [k for k in by if k not in runs]
-    if unknown:
-        stop(f"--by={args.by}: {args.runs} has no column {', '.join(unknown)}; it has {', '.join(runs)}")
-    for *variant, budget in sorted(set(zip(*(runs[k].tolist() for k in [*by, "budget"])))):
-        cell = select(runs, np.all([runs[k] == v for k, v in zip([*by, "budget"], [*variant, budget])], axis=0))
+def fit_parabolas(runs, by):
+    """{(variant, budget): its runs}, with log_n (n,), the basis (n, 3) of a parabola in it, and the loss on it (n,)."""
+    keys = [*by, "budget"]
+    cells = {}
+    columns = [runs[k].tolist() for k in keys]
+    for values in sorted(set(zip(*columns))):
+        *variant, budget = values
+        cell = select(runs, np.all([runs[k] == v for k, v in zip(keys, values)], axis=0))
         name = ",".join(f"{v:g}" if isinstance(v, float) else v for v in variant)
         if len(np.unique(cell["n_embd"])) < 3:
             print(f"skipped {name} at {budget:.3g} FLOPs: a parabola needs 3 widths", file=sys.stderr)
             continue
         log_n = np.log(cell["n_once"] + cell["n_rec"])
         basis = np.vander(log_n - log_n.mean(), 3)
-        cells[name, budget] = cell, log_n, basis, basis @ np.linalg.pinv(basis) @ cell["val_loss"]
-    spare = sum(len(log_n) - 3 for _, log_n, *_ in cells.values())
+        parabola = basis @ np.linalg.pinv(basis) @ cell["val_loss"]
+        cells[name, budget] = dict(cell, log_n=log_n, basis=basis, parabola=parabola)
+    return cells
+
+
+def find_optimum(cell, noise, n, rng):
+    """[N*, D*, L*], each (1 + n,): the vertex of the parabola, then of n parabolas fitted to it with fresh noise."""
+    log_n, basis = cell["log_n"], cell["basis"]
+    noisy = cell["parabola"] + noise * rng.standard_normal((n, len(log_n)))
+    loss = np.vstack([cell["val_loss"], noisy])
+    a, b, c = np.linalg.pinv(basis) @ loss.T
+    vertex = np.where(a > 0, -b / (2 * a), np.nan)  # one that bends down has no optimum
+    log_tokens = np.polyfit(basis[:, 1], np.log(cell["tokens"]), 2)
+    log_d = np.polyval(log_tokens, vertex)
+    with np.errstate(over="ignore"):  # the vertex of a nearly straight line is far away
+        return [np.exp(vertex + log_n.mean()), np.exp(log_d), c - b ** 2 / (4 * a)]
+
+
+def cmd_isoflop(args):
+    """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
+    n_rec: those stored, and of experts those that work on one token."""
+    runs, by = load_runs(args.runs), args.by.split(",")
+    if len(np.unique(runs["sweep"])) > 1:
+        by = ["sweep", *by]
+    unknown = [k for k in by if k not in runs]
+    if unknown:
+        stop(f"--by={args.by}: {args.runs} has no column {', '.join(unknown)}; it has {', '.join(runs)}")
+    cells = fit_parabolas(runs, by)
+
+    # The noise around the parabolas, each of which takes three degrees of freedom.
+    spare = sum(len(cell["val_loss"]) - 3 for cell in cells.values())
     if not spare:
         stop(f"{args.runs} has no budget with 4 widths, so nothing shows the noise around a parabola: add widths")
-    noise = (sum(((fitted - cell["val_loss"]) ** 2).sum() for cell, *_, fitted in cells.values()) / spare) ** 0.5
+    squares = sum(((cell["parabola"] - cell["val_loss"]) ** 2).sum() for cell in cells.values())
+    noise = (squares / spare) ** 0.5
     print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"
           f"{','.join(by)}: FLOPs, N*, D*, L* in nats, L* minus that of the first {by[-1]}")
-    optima = {}  # name: {budget: [N*, D*, L*]}, each the estimate and then the draws
-    for (name, budget), (cell, log_n, basis, fitted) in cells.items():
-        loss = np.vstack([cell["val_loss"], fitted + noise * rng.standard_normal((args.resamples, len(log_n)))])
-        a, b, c = np.linalg.pinv(basis) @ loss.T
-        vertex = np.where(a > 0, -b / (2 * a), np.nan)  # one that bends down has no optimum
-        log_d = np.polyval(np.polyfit(basis[:, 1], np.log(cell["tokens"]), 2), vertex)
-        with np.errstate(over="ignore"):         # the vertex of a nearly straight line is far away
-            star = [np.exp(vertex + log_n.mean()), np.exp(log_d), c - b ** 2 / (4 * a)]
-        optima.setdefault(name, {})[budget] = star
-        first = optima[next(iter(optima))].get(budget, star)
-        print(f"{name:4s} {budget:.2e}  " + "  ".join(map(span, star, (3, 3, 5)))
-              + ("" if first is star else f"  {span(star[2] - first[2])}")
-              + ("" if log_n.min() < np.log(star[0][0]) < log_n.max() else "  outside the widths tried"))
+
+    optima = {}  # {variant: {budget: [N*, D*, L*]}}
+    rng = np.random.default_rng(0)
+    for (name, budget), cell in cells.items():
+        optimum = find_optimum(cell, noise, args.resamples, rng)
+        optima.setdefault(name, {})[budget] = optimum
+        line = f"{name:4s} {budget:.2e}  " + "  ".join(map(span, optimum, (3, 3, 5)))
+        first = next(iter(optima.values())).get(budget, optimum)
+        if first is not optimum:
+            line += f"  {span(optimum[2] - first[2])}"
+        if not cell["log_n"].min() < np.log(optimum[0][0]) < cell["log_n"].max():
+            line += "  outside the widths tried"
+        print(line)
+
     print("\nexponents of C: N*, D*, L* with its sign changed, and a of L* = E + k C^-a")
-    for name, at in optima.items():
-        c, (n, d, loss) = np.array(list(at)), (np.stack(star, axis=1) for star in zip(*at.values()))  # (1 + S, budgets)
-        if len(c) > 1:
-            slope = np.linalg.pinv(np.vander(np.log(c), 2))[0]
-            with np.errstate(all="ignore"):      # N* of a nearly straight line may be 0 or infinite
-                exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
-            exponents += [saturating_exponent(c, loss)] if len(c) > 3 else []
-            print(f"{name:4s} " + "   ".join(map(span, exponents)))
+    for name, by_budget in optima.items():
+        if len(by_budget) < 2:
+            continue
+        c = np.array(list(by_budget))
+        n, d, loss = np.stack(list(by_budget.values()), axis=2)  # (1 + S, budgets) each
+        slope = np.linalg.pinv(np.vander(np.log(c), 2))[0]
+        with np.errstate(all="ignore"):  # N* of a nearly straight line may be 0 or infinite
+            exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
+        if len(c) > 3:
+            exponents.append(saturating_exponent(c, loss))
+        print(f"{name:4s} " + "   ".join(map(span, exponents)))
 
 
 def saturating_exponent(c, loss):
     """a of L = E + k C^-a with E >= 0, for each row of loss (S, budgets): a scan, since E and k are linear given a."""
-    exponents, squares = np.geomspace(0.01, 1, 400), []
+    exponents = np.geomspace(0.01, 1, 400)
+    squares = []
     for a in exponents:
         basis = np.stack([np.ones_like(c), (c / c[0]) ** -a], axis=1)
-        solved = loss @ np.linalg.pinv(basis).T
-        squares.append(np.where(solved[:, 0] >= 0, ((loss - solved @ basis.T) ** 2).sum(1), np.inf))
+        solution = loss @ np.linalg.pinv(basis).T  # (S, 2): E and k
+        residual = loss - solution @ basis.T
+        squares.append(np.where(solution[:, 0] >= 0, (residual ** 2).sum(1), np.inf))
     return exponents[np.argmin(squares, axis=0)]
+
+
+def size_models(runs, r, args):
+    """n_embd, training FLOPs per token, N_once and N_rec of models with r loops and the depth of the runs, one array
+    (widths,) each."""
+    from model import Config, LoopedLM  # brings torch along, which the fits do not need
+    like = select(runs, runs["n_loop"] == (r if r in runs["n_loop"] else runs["n_loop"].max()))
+    prelude, recur, coda, loops = (int(like[k][0]) for k in ("n_prelude", "n_recur", "n_coda", "n_loop"))
+    depth = loops * recur
+    if depth % r:
+        stop(f"--n_loop={r}: the {depth} layers of the loop in {args.runs} do not divide by it")
+    inject = str(like["inject"][0]) if r > 1 else "none"
+    head_dim = int(np.gcd.reduce(runs["n_embd"].astype(int)))
+    rows = []
+    for d in range(head_dim, 200 * head_dim, head_dim):
+        cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
+                     n_prelude=prelude, n_recur=depth // r, n_coda=coda, n_loop=r, inject=inject)
+        n = LoopedLM.param_counts(cfg)
+        rec = n["recurrent"] + n["injection"]
+        counts = count_parameters(n["once"], rec, n["injection"], d, r, args.convention)
+        rows.append((d, LoopedLM.flops_per_token(cfg), *counts))
+    return np.array(rows).T
+
+
+def best_model(fit, models, r, flops):
+    """(loss, n_embd, N, tokens) of the model with the lowest loss for these training FLOPs."""
+    d, per_token, once, rec = models
+    tokens = flops / per_token
+    loss = predict_at(fit, once, rec, tokens, r)
+    k = loss.argmin()
+    return loss[k], d[k], once[k] + rec[k], tokens[k]
 
 
 def cmd_allocate(args):
     """Width and tokens with the lowest loss under the fitted law, and the FLOPs at which r=1 reaches that loss."""
-    from model import Config, LoopedLM  # brings torch along, which the fits do not need
     runs = load_runs(args.runs, args.convention)
     check_fittable(runs, args.runs, "power")
     missing = [k for k in ("n_prelude", "n_recur", "n_coda") if k not in runs]
     if missing:
         stop(f"{args.runs} lacks the column {', '.join(missing)}, which says what a model of the law looks like")
-    fit, head_dim = fit_law(runs), int(np.gcd.reduce(runs["n_embd"].astype(int)))
-    widths = range(head_dim, 200 * head_dim, head_dim)
+    fit = fit_law(runs)
+    looped = best_model(fit, size_models(runs, args.n_loop, args), args.n_loop, args.flops)
+    plain_models = size_models(runs, 1, args)
 
-    def models(r):
-        """Width, training FLOPs per token, N_once and N_rec of models with r loops, an array each."""
-        like = np.flatnonzero(runs["n_loop"] == (r if r in runs["n_loop"] else runs["n_loop"].max()))[0]
-        prelude, recur, coda, loops = (int(runs[k][like]) for k in ("n_prelude", "n_recur", "n_coda", "n_loop"))
-        if loops * recur % r:
-            stop(f"--n_loop={r}: the {loops * recur} layers of the loop in {args.runs} do not divide by it")
-        rows = []
-        for d in widths:
-            cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
-                         n_prelude=prelude, n_recur=loops * recur // r, n_coda=coda, n_loop=r,
-                         inject=str(runs["inject"][like]) if r > 1 else "none")
-            n = LoopedLM.param_counts(cfg)
-            rows.append((d, LoopedLM.flops_per_token(cfg), *count_parameters(
-                n["once"], n["recurrent"] + n["injection"], n["injection"], d, r, args.convention)))
-        return np.array(rows).T
+    def excess(x):
+        """Lowest loss of r=1 with 10^x times the FLOPs, minus that of the looped model."""
+        return best_model(fit, plain_models, 1, args.flops * 10 ** x)[0] - looped[0]
 
-    def best(r, table, flops):
-        d, per_token, once, rec = table
-        loss = predict_at(fit, once, rec, flops / per_token, r)
-        k = loss.argmin()
-        return loss[k], d[k], once[k] + rec[k], flops / per_token[k]
-
-    looped, table = best(args.n_loop, models(args.n_loop), args.flops), models(1)
-    cost = args.flops * 10 ** brentq(lambda x: best(1, table, args.flops * 10 ** x)[0] - looped[0], -3, 3)
-    plain = best(1, table, cost)
-    if widths[-1] in (looped[1], plain[1]):
-        stop(f"--flops={args.flops:g}: the best width is beyond {widths[-1]}, too far from the runs of {args.runs}; "
+    cost = args.flops * 10 ** brentq(excess, -3, 3)
+    plain = best_model(fit, plain_models, 1, cost)
+    widest = plain_models[0].max()
+    if widest in (looped[1], plain[1]):
+        stop(f"--flops={args.flops:g}: the best width is beyond {widest:.0f}, too far from the runs of {args.runs}; "
              "take a smaller budget")
     print(f"law of {os.path.relpath(args.runs)}: phi {fit['phi']:.4f}, convention {args.convention}")
     for r, flops, (loss, d, n, tokens) in ((args.n_loop, args.flops, looped), (1, cost, plain)):
         print(f"r={r}: {flops:.3g} FLOPs reach {loss:.4f} nats with n_embd {d:.0f} (N {n:.3g}) on {tokens:.3g} tokens")
     beyond = args.flops / runs["budget"].max()
-    print(f"so r=1 needs {cost / args.flops:.3f} of the FLOPs for that loss"
-          + (f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""))
+    warning = f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""
+    print(f"so r=1 needs {cost / args.flops:.3f} of the FLOPs for that loss{warning}")
 
 
 # --- command line ---
 
-def positive(kind):
-    def parse(text):
-        value = kind(text)
-        if not 0 < value < np.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be positive")
-        return value
-    parse.__name__ = kind.__name__  # argparse names the type in its message
-    return parse
-
-
-def main():
+def parse_args():
     parser = argparse.ArgumentParser(allow_abbrev=False, description="The joint scaling law of looped models; without "
                                      "a command, that of the published runs. The top of this file has examples.")
     parser.error = misused
@@ -381,74 +431,76 @@ def main():
         sub = commands.add_parser(function.__name__[4:], help=text, description=text, allow_abbrev=False)
         sub.set_defaults(function=function)
         sub.error = misused
-        return sub.add_argument
+        return lambda name, text, **options: sub.add_argument(name, help=text, **options)
 
-    table = dict(help="table of runs, from `collect` or data/isodepth*.csv")
-    convention = dict(choices=CONVENTIONS, default="written", help="where the injection matrix is counted; "
-                      + "; ".join(f"{k}: {v}" for k, v in CONVENTIONS.items()) + " (default written)")
-    resamples = dict(type=positive(int), default=1000, help="draws behind the intervals (default 1000)")
-    to_json = dict(metavar="FILE", help="also write the numbers to this file")
+    integers, reals = dict(type=int, nargs="+"), dict(type=float, nargs="+")
+    resamples = dict(type=int, default=1000)
+    convention = dict(choices=CONVENTIONS, default="written")
+    meanings = "; ".join(f"{k}: {v}" for k, v in CONVENTIONS.items())
+    where = f"where the injection matrix is counted; {meanings} (default written)"
+    table = "table of runs, from `collect` or data/isodepth*.csv"
 
     add = command(cmd_plan, "print a sweep, one train.py command a line")
-    add("--preset", choices=GRIDS, default="pocket", help="which grid (default pocket)")
-    add("--budgets", type=positive(float), nargs="+", help="training FLOPs of a run, instead of the preset's")
-    add("--widths", type=positive(int), nargs="+", help="n_embd at every budget, instead of the preset's")
-    add("--loops", type=positive(int), nargs="+", help="n_loop, instead of the preset's")
-    add("--seeds", type=int, nargs="+", default=[42], help="a run for each (default 42)")
-    add("--flags", default="", metavar="'--a=1 --b=2'", help="more flags of train.py for every run: the trick to test")
-    add("--name", help="folder under out/, the name of the sweep (default: PRESET-sweep)")
-    add("--vocab_size", type=positive(int), help="of the data, for the FLOPs (default: the preset's)")
-    add("--speed", type=positive(float), help="FLOP/s that you reach, for the time (default: the preset's)")
-
+    add("--preset", "which grid (default pocket)", choices=GRIDS, default="pocket")
+    add("--budgets", "training FLOPs of a run, instead of the preset's", **reals)
+    add("--widths", "n_embd at every budget, instead of the preset's", **integers)
+    add("--loops", "n_loop, instead of the preset's", **integers)
+    add("--seeds", "a run for each (default 42)", type=int, nargs="+", default=[42])
+    add("--flags", "more flags of train.py for every run: the trick to test", default="", metavar="'--a=1 --b=2'")
+    add("--name", "folder under out/, the name of the sweep (default: PRESET-sweep)")
+    add("--vocab_size", "of the data, for the FLOPs (default: the preset's)", type=int)
+    add("--speed", "FLOP/s that you reach, for the time (default: the preset's)", type=float)
     add = command(cmd_collect, "one table, to stdout, from the summary.json files of finished runs")
-    add("folders", nargs="+", help="the --out_dir folders of train.py")
-
+    add("folders", "the --out_dir folders of train.py", nargs="+")
     add = command(cmd_fit, "fit the joint law, with intervals")
-    add("runs", **table)
-    add("--convention", **convention)
-    add("--budgets", type=positive(float), nargs="+", help="only the runs at these training FLOPs (default: all)")
-    add("--form", choices=FORMS, default="power", help="recurrence term: power is r^phi, none phi = 0, full phi = 1, "
-        "free a multiplier for each r (default power)")
-    add("--compare", action="store_true", help="rank all forms by their error on held-out budgets and r")
-    add("--plot", metavar="FILE", help="draw the law to this PNG")
-    add("--resamples", **resamples)
-    add("--json", **to_json)
-
+    add("runs", table)
+    add("--convention", where, **convention)
+    add("--budgets", "only the runs at these training FLOPs (default: all)", **reals)
+    add("--form", "recurrence term: power is r^phi, none phi = 0, full phi = 1, free a multiplier for each r (default "
+        "power)", choices=FORMS, default="power")
+    add("--compare", "rank all forms by their error on held-out budgets and r", action="store_true")
+    add("--plot", "draw the law to this PNG", metavar="FILE")
+    add("--resamples", "resamples for the intervals (default 1000)", **resamples)
+    add("--json", "also write the numbers to this file", metavar="FILE")
     add = command(cmd_isoflop, "the optimum of each budget by parabolas, and its exponents")
-    add("runs", **table)
-    add("--by", default="n_loop", help="columns that tell variants apart, such as n_loop,n_expert (default n_loop)")
-    add("--resamples", **resamples)
-
+    add("runs", table)
+    add("--by", "columns that tell variants apart, such as n_loop,n_expert (default n_loop)", default="n_loop")
+    add("--resamples", "resamples for the intervals (default 1000)", **resamples)
     add = command(cmd_allocate, "the best width under the law, and what the same loss costs at r=1")
-    add("--runs", default=PUBLISHED, help="table of runs to fit (default: the published ones)")
-    add("--convention", **convention)
-    add("--flops", type=positive(float), required=True, help="training budget")
-    add("--n_loop", type=positive(int), required=True, help="r, passes through the loop")
-    add("--vocab_size", type=positive(int), default=32064, help="of the data, for the FLOPs (default: the paper's)")
-    add("--block_size", type=positive(int), default=2048, help="context, for the FLOPs (default: the paper's)")
-
-    add = command(cmd_compare, "phi with an intervention minus phi without it")
-    add("baseline", help="table of the runs without it")
-    add("runs", **table)
-    add("--convention", **convention)
-    add("--resamples", **resamples)
-    add("--table", metavar="FILE", help="also add a line to this scoreboard, such as results/phi_table.csv")
-    add("--json", **to_json)
-
+    add("--runs", "table of runs to fit (default: the published ones)", default=PUBLISHED)
+    add("--convention", where, **convention)
+    add("--flops", "training budget", required=True, type=float)
+    add("--n_loop", "r, passes through the loop", required=True, type=int)
+    add("--vocab_size", "of the data, for the FLOPs (default: the paper's)", type=int, default=32064)
+    add("--block_size", "context, for the FLOPs (default: the paper's)", type=int, default=2048)
+    add = command(cmd_compare, "phi with a trick minus phi without it")
+    add("baseline", "table of the runs without it")
+    add("runs", table)
+    add("--convention", where, **convention)
+    add("--resamples", "resamples for the intervals (default 1000)", **resamples)
+    add("--table", "also add a line to this scoreboard, such as results/phi_table.csv", metavar="FILE")
+    add("--json", "also write the numbers to this file", metavar="FILE")
     add = command(cmd_table, "the scoreboard of tricks, ranked, with its plot")
-    add("table", nargs="?", default=os.path.join(HERE, "results", "phi_table.csv"), help="as `compare --table` writes "
-        "it (default: results/phi_table.csv)")
-    add("--plot", metavar="FILE", help="picture to draw (default: beside the table, as .png)")
+    default = str(ROOT / "results" / "phi_table.csv")
+    add("scoreboard", "as `compare --table` writes it (default: results/phi_table.csv)", nargs="?", default=default)
+    add("--plot", "picture to draw (default: next to the table, as .png)", metavar="FILE")
+    return parser.parse_args()
 
+
+def main():
     if len(sys.argv) == 1:
         cmd_published()
-    else:
-        args = parser.parse_args()
-        for flag in ("json", "plot", "table"):
-            path = getattr(args, flag, None)
-            if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):  # before the work, not after it
-                stop(f"--{flag}={path}: no such folder; give a file in a folder that exists")
-        args.function(args)
+        return
+    args = parse_args()
+    for flag in ("budgets", "widths", "loops", "vocab_size", "block_size", "speed", "flops", "n_loop", "resamples"):
+        values = getattr(args, flag, None)
+        if values is not None and not 0 < np.min(values) <= np.max(values) < np.inf:
+            stop(f"--{flag}: must be positive and finite")
+    for flag in ("json", "plot", "table"):  # before the work, not after it
+        path = getattr(args, flag, None)
+        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
+            stop(f"--{flag}={path}: cannot write there; give a file in a folder that exists")
+    args.function(args)
 
 
 if __name__ == "__main__":

@@ -47,36 +47,37 @@ def cmd_plan(args):
     """Print a grid, one train.py command a line."""
     from lib.flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
     from lib.tricks import model_class
-    grid, lines, total = GRIDS[args.preset], [], 0
+    grid = GRIDS[args.preset]
     if args.preset == "trick" and not args.flags:
         stop("--preset=trick: name the trick, such as --flags=--trick=tricks/gate.py --name=gate; the loop without it "
              "is --preset=pocket")
-    ours = re.findall(r"--(?:n_embd|n_recur|n_loop|seed|max_flops|out_dir)\b", args.flags)
-    if ours:
-        stop(f"--flags: {ours[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
+    clash = re.search(r"--(n_embd|n_recur|n_loop|seed|max_flops|out_dir)\b", args.flags)
+    if clash:
+        stop(f"--flags: {clash[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
     shared, _ = parse(shlex.split(args.flags))
-    needed = model_class(shared.trick, shared.trick_args).requires
-    speed = args.speed or grid["speed"]
+    requires = model_class(shared.trick, shared.trick_args).requires
+    speed, vocab_size = args.speed or grid["speed"], args.vocab_size or grid["vocab_size"]
+    folder = args.name or f"{args.preset}-sweep"
+    lines, total = [], 0
     for budget in args.budgets or grid["widths"]:
-        if not args.widths and budget not in grid["widths"]:
+        widths = args.widths or grid["widths"].get(budget)
+        if not widths:
             stop(f"--budgets={budget:g}: the {args.preset} preset has no widths for it: give --widths")
-        for d, r, n_expert in product(args.widths or grid["widths"][budget], args.loops or grid["loops"],
-                                      grid["experts"]):
+        for d, r, n_expert, seed in product(widths, args.loops or grid["loops"], grid["experts"], args.seeds):
             if d % grid["multiple"] or grid["looped"] % r:
                 stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
                      f"loop counts that divide {grid['looped']}")
-            inject = needed.get("inject", grid["inject"] if r > 1 else "none")
-            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=grid["looped"] // r, inject=inject,
-                                         n_expert=n_expert)
-            for seed in args.seeds:
-                name = f"C{budget:g}-d{d}-r{r}{f'-e{n_expert}' if n_expert else ''}-s{seed}"
-                flags_of_run = f"{flags} {args.flags} --max_flops={budget:g} --seed={seed} " \
-                               f"--out_dir=out/{args.name or f'{args.preset}-sweep'}/{name}"
-                run, _ = parse(shlex.split(flags_of_run))  # refuses flags that train.py would refuse
-                F = flops_of(run, config_of(run, args.vocab_size or grid["vocab_size"]))
-                lines.append(f"python train.py {' '.join(flags_of_run.split())}  # F={F:.4g} tokens={budget / F:.4g} "
-                             f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
-                total += budget
+            inject = requires.get("inject", grid["inject"] if r > 1 else "none")
+            n_recur = grid["looped"] // r
+            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=n_recur, inject=inject, n_expert=n_expert)
+            experts = f"-e{n_expert}" if n_expert else ""
+            flags += f" {args.flags} --max_flops={budget:g} --seed={seed} " \
+                     f"--out_dir=out/{folder}/C{budget:g}-d{d}-r{r}{experts}-s{seed}"
+            run, _ = parse(shlex.split(flags))  # refuses flags that train.py would refuse
+            F = flops_of(run, config_of(run, vocab_size))
+            lines.append(f"python train.py {' '.join(flags.split())}  # F={F:.4g} tokens={budget / F:.4g} "
+                         f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
+            total += budget
     print("\n".join(lines))
     print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours of a core or GPU", file=sys.stderr)
 
@@ -89,10 +90,6 @@ def cmd_collect(args):
     """The summary.json files of finished runs as one table, to stdout."""
     rows = []
     for folder in args.folders:
-        if not os.path.exists(folder):
-            print(f"skipped {folder}: no such folder", file=sys.stderr)
-        if not os.path.isdir(folder):
-            continue
         path = os.path.join(folder, "summary.json")
         try:
             with open(path, encoding="utf-8") as f:
@@ -101,7 +98,7 @@ def cmd_collect(args):
             summary.setdefault("trick", "")      # a run of an earlier version
             rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
         except OSError:
-            print(f"skipped {folder}: no summary.json, so its run is not finished", file=sys.stderr)
+            print(f"skipped {folder}: it has no summary.json, which a finished run writes", file=sys.stderr)
         except (ValueError, KeyError, TypeError) as error:
             stop(f"{path} is not a summary of train.py ({type(error).__name__}: {error}): remove it and run again")
     if not rows:
@@ -114,7 +111,8 @@ def cmd_collect(args):
 ALIASES = {"C_flops": "flops", "r": "n_loop", "d_model": "n_embd", "N_once": "n_once", "N_rec": "n_rec",
            "D_tokens": "tokens", "val_loss_nats": "val_loss"}  # names in the digitised tables
 REQUIRED = ["flops", "n_loop", "n_embd", "n_once", "n_rec", "tokens", "val_loss"]
-IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "trick", "n_embd", "seed"]  # two runs differ in one of these
+OPTIONAL = dict(sweep="", inject="linear", trick="", n_expert=0.0, seed=0.0)  # columns that some tables leave out
+IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "trick", "n_embd", "seed"]  # runs differ in one of these
 
 
 def number(text):
@@ -125,9 +123,9 @@ def number(text):
 
 
 def load_runs(path, convention="written"):
-    """A table of runs as a dict of columns, checked, with N_once and N_rec counted by the convention.
+    """A table of runs as a dict of columns (n,), checked, with N_once and N_rec counted by the convention.
 
-    Adds `budget`, the nominal FLOPs, and what the digitised tables leave out: seed, inject, n_expert.
+    Adds `budget`, the nominal FLOPs, and the OPTIONAL columns that the table leaves out.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as f:
@@ -142,11 +140,11 @@ def load_runs(path, convention="written"):
             value = number(row[key])
             if not (0 < value < np.inf or value == 0 and key == "n_once"):  # NaN fails both
                 stop(f"{path} line {line}: {key} is {row[key]!r}, not a positive number: repair or remove that run")
-    runs = dict(sweep=np.full(len(rows), ""), inject=np.full(len(rows), "linear"), trick=np.full(len(rows), ""),
-                n_expert=np.zeros(len(rows)), seed=np.zeros(len(rows)))
+    runs = {key: np.full(len(rows), value) for key, value in OPTIONAL.items()}
     for key in rows[0]:
-        values = np.array([number(row[key]) for row in rows])
-        runs[key] = np.array([str(row[key]) for row in rows]) if np.isnan(values).any() else values
+        texts = [row[key] for row in rows]
+        values = np.array([number(text) for text in texts])
+        runs[key] = np.array([str(text) for text in texts]) if np.isnan(values).any() else values
     runs["budget"] = nominal_budgets(runs["flops"])
     first = {}
     for line, key in enumerate(zip(*(runs[k] for k in IDENTITY)), 2):
@@ -155,9 +153,10 @@ def load_runs(path, convention="written"):
     if convention == "page" and not ({"n_prelude", "n_recur", "n_coda"} <= runs.keys() and np.all(
             runs["n_prelude"] + runs["n_loop"] * runs["n_recur"] + runs["n_coda"] == 20)):
         stop(f"--convention=page holds for the paper's grid of 20 layers only and {path} is another: use written")
-    injected = (runs["n_loop"] > 1) & (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
-    runs["n_once"], runs["n_rec"] = count_parameters(runs["n_once"], runs["n_rec"], 2 * runs["n_embd"] ** 2 * injected,
-                                                     runs["n_embd"], runs["n_loop"], convention)
+    has_matrix = (runs["n_loop"] > 1) & (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
+    matrix = 2 * runs["n_embd"] ** 2 * has_matrix
+    runs["n_once"], runs["n_rec"] = count_parameters(runs["n_once"], runs["n_rec"], matrix, runs["n_embd"],
+                                                     runs["n_loop"], convention)
     return runs
 
 

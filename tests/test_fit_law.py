@@ -8,7 +8,7 @@ python -m pytest tests/test_fit_law.py -m slow -s
 import csv
 import io
 import json
-import os
+import subprocess
 import sys
 import time
 from functools import lru_cache
@@ -23,6 +23,19 @@ import law as W
 import sweep as S
 
 CASES = F.PUBLISHED.replace("runs", "casestudy_runs")
+
+
+def rows_of(path=F.PUBLISHED):
+    with open(path, encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+def write_rows(path, rows):
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, rows[0].keys() if rows else ["r"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
 
 
 @lru_cache
@@ -82,9 +95,7 @@ def test_joint_fit_under_each_convention(convention, phi, alpha, beta, E, huber)
 @pytest.mark.parametrize("convention, A, B, rmse", [
     ("written", 28.11, 921.5, 0.01021), ("inj_once", 28.37, 884.4, 0.01019), ("page", 28.13, 909.4, 0.01013)])
 def test_scale_parameters(convention, A, B, rmse):
-    fit = fitted(convention)
-    assert fit["A"] == pytest.approx(A, rel=0.03) and fit["B"] == pytest.approx(B, rel=0.03)
-    check(fit, LAW, rmse=rmse)
+    check(fitted(convention), dict(A=0.03 * A, B=0.03 * B, rmse=2e-5), A=A, B=B, rmse=rmse)
 
 
 def test_page_convention_agrees_with_the_published_table():
@@ -133,14 +144,15 @@ def test_free_multipliers_are_the_same_law_under_every_convention(convention, mu
     fit = fitted(convention, "free")
     assert [fit["m_2"], fit["m_4"], fit["m_8"]] == pytest.approx(multipliers, abs=0.005)
     assert fit["huber"] * 1e5 == pytest.approx(25.88, abs=0.05)
-    effective = [row[3][0] for row in W.worth(runs(convention), "free", fit["theta"])]
+    effective = [row[3][0] for row in W.worth(runs(convention), fit, fit["theta"])]
     assert effective == pytest.approx([1, 0.732, 0.606, 0.458], abs=0.002)
 
 
 @pytest.mark.parametrize("convention, effective", [
     ("written", [0.751, 0.580, 0.466]), ("inj_once", [0.757, 0.585, 0.467]), ("page", [0.753, 0.583, 0.467])])
 def test_effective_parameters_hardly_depend_on_the_convention(convention, effective):
-    table = W.worth(runs(convention), "power", fitted(convention)["theta"])
+    fit = fitted(convention)
+    table = W.worth(runs(convention), fit, fit["theta"])
     assert [row[3][0] for row in table] == pytest.approx([1, *effective], abs=0.001)
 
 
@@ -212,7 +224,7 @@ def test_isoflop_optima_and_exponents(cli):
 
 
 def test_held_out_budgets_and_largest_r():
-    by_budget, by_r = F.held_out(runs(), fitted(), "budget"), F.held_out(runs(), fitted(), "n_loop")
+    by_budget, by_r = F.cross_validate(runs(), fitted(), "budget"), F.cross_validate(runs(), fitted(), "n_loop")
     budgets, r8 = runs()["budget"], runs()["n_loop"] == 8
     assert W.rms([W.rms(by_budget[budgets == b]) for b in np.unique(budgets)]) == pytest.approx(0.0129, rel=0.02)
     top = by_budget[budgets == budgets.max()]
@@ -233,14 +245,14 @@ def test_other_recurrence_terms(form, huber, rmse, by_budget, top, parameters):
     check(fit, dict(rmse=2e-4), rmse=rmse)
     for name, value in parameters.items():
         assert fit[name] == pytest.approx(value, rel=0.01)
-    residual = F.held_out(runs(), fit, "budget")
+    residual = F.cross_validate(runs(), fit, "budget")
     assert W.rms([W.rms(residual[budgets == b]) for b in np.unique(budgets)]) == pytest.approx(by_budget, rel=0.05)
     assert W.rms(residual[budgets == budgets.max()]) == pytest.approx(top, rel=0.05)
 
 
 @pytest.mark.parametrize("form, rmse, bias", [("none", .0291, -.025), ("linear", .0259, .024), ("log", .0157, -.010)])
 def test_other_terms_on_the_largest_r(form, rmse, bias):
-    residual = F.held_out(runs(), fitted(form=form), "n_loop")[runs()["n_loop"] == 8]
+    residual = F.cross_validate(runs(), fitted(form=form), "n_loop")[runs()["n_loop"] == 8]
     assert W.rms(residual) == pytest.approx(rmse, rel=0.05) and residual.mean() == pytest.approx(bias, abs=0.001)
 
 
@@ -298,19 +310,19 @@ def test_objective_is_the_sum_and_scipy_cannot_improve_the_optimum():
 def test_jacobian(form):
     fit = fitted(form=form)
     theta, x = fit["theta"], fit["x"]
-    jac = W.law(theta, x, form)[1][0]
+    jac = W.law(theta, x)[1][0]
     for k in range(theta.shape[1]):
         step = np.zeros_like(theta)
         step[0, k] = 1e-6
-        numeric = (W.law(theta + step, x, form)[0] - W.law(theta - step, x, form)[0])[0] / 2e-6
+        numeric = (W.law(theta + step, x)[0] - W.law(theta - step, x)[0])[0] / 2e-6
         assert jac[k] == pytest.approx(numeric, abs=1e-7)
 
 
 def test_optimum_does_not_depend_on_the_starts():
     x, rng = fitted()["x"], np.random.default_rng(0)
     random = np.column_stack([rng.uniform(-1, 1, (40, 3)), rng.uniform(0.05, 1, (40, 2)), rng.uniform(-1, 2, 40)])
-    grid = np.vstack([W.starts(x, "power"), random])
-    theta, value = W.descend(grid, np.ones((len(grid), 116)), x, "power", W.DELTA, tolerance=1e-9)
+    grid = np.vstack([W.starts(x), random])
+    theta, value = W.descend(grid, np.ones((len(grid), 116)), x, tolerance=1e-9)
     there = value < value.min() * (1 + 1e-4)
     assert there[:12].all() and there.mean() > 0.8
     assert np.ptp(theta[there, 3:], axis=0).max() < 1e-3
@@ -320,8 +332,8 @@ def test_bootstrap_resamples_are_at_their_optimum():
     """A resample starts from the fit; a fit from all starts to the rows it drew must not be better."""
     weights = W.bootstrap_weights(runs(), 20, seed=0)
     draws = W.bootstrap(fitted(), weights)
-    for theta, drawn in zip(draws[1:], weights):
-        again = W.fit_law(S.select(runs(), np.repeat(np.arange(116), drawn.astype(int))))
+    for theta, counts in zip(draws[1:], weights):
+        again = W.fit_law(S.select(runs(), np.repeat(np.arange(116), counts.astype(int))))
         assert theta[5] == pytest.approx(again["phi"], abs=0.003)
 
 
@@ -460,6 +472,11 @@ def test_budgets_tolerate_step_rounding():
 
 # --- the other commands ---
 
+def test_the_fits_load_neither_torch_nor_tiktoken():
+    code = "import sys, fit_law; sys.exit(bool({'torch', 'tiktoken'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=F.ROOT).returncode == 0
+
+
 def test_plan_of_the_paper_is_the_published_grid(cli):
     done = cli("plan", "--preset=paper")
     lines = done.stdout.splitlines()
@@ -514,9 +531,7 @@ def test_plan_of_the_four_variants_and_their_optima(cli, tmp_path):
                          n_once=0, n_rec=n["recurrent"], tokens=args.max_flops / per_token, flops=args.max_flops,
                          val_loss=loss + 1e-3 * rng.standard_normal()))
     assert len(rows) == 48 + 8
-    table = tmp_path / "moe.csv"
-    table.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]))
-    done = cli("isoflop", table, "--by=n_loop,n_expert")
+    done = cli("isoflop", write_rows(tmp_path / "moe.csv", rows), "--by=n_loop,n_expert")
     assert done.returncode == 0, done.stderr
     for (r, experts), planted in offset.items():
         at = next(line for line in done.stdout.splitlines() if line.startswith(f"{r},{experts}  3.80e+12"))
@@ -543,11 +558,6 @@ def test_without_arguments(run, tmp_path):
 
 # --- refused with one sentence ---
 
-def rows_of(path=F.PUBLISHED):
-    with open(path, encoding="utf-8") as f:
-        return list(csv.DictReader(f))
-
-
 def change(**values):
     def edit(rows):
         rows[3].update(values)
@@ -566,13 +576,9 @@ def change(**values):
     (lambda rows: [], "no runs"),
     (lambda rows: rows + rows_of(CASES), "mixes sweep")])
 def test_bad_tables(edit, said, tmp_path, capsys):
-    rows = edit(rows_of())
-    with open(tmp_path / "bad.csv", "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, rows[0].keys() if rows else ["r"])
-        writer.writeheader()
-        writer.writerows(rows)
+    path = write_rows(tmp_path / "bad.csv", edit(rows_of()))
     with pytest.raises(SystemExit) as stopped:
-        F.check_fittable(S.load_runs(str(tmp_path / "bad.csv")), "bad.csv", "power")
+        F.check_fittable(S.load_runs(path), "bad.csv", "power")
     message = capsys.readouterr().err
     assert stopped.value.code == 2 and said in message and message.count("\n") == 1
 
@@ -594,7 +600,7 @@ def test_scoreboard_from_the_published_interventions(cli, tmp_path):
         done = cli("compare", F.PUBLISHED, CASES, "--convention=page", "--resamples=200",
                    f"--table={table}", f"--json={tmp_path / 'compare.json'}")
         assert done.returncode == 0, done.stderr
-    rows = {row["trick"]: row for row in csv.DictReader(open(table, newline=""))}
+    rows = {row["trick"]: row for row in rows_of(table)}
     assert list(rows) == ["truncbptt", "hyperconnect"] and rows["truncbptt"]["n_loop"] == "2 4 8"
     numbers = json.loads((tmp_path / "compare.json").read_text())
     for name, row in rows.items():
@@ -606,7 +612,7 @@ def test_scoreboard_from_the_published_interventions(cli, tmp_path):
     assert [line.split()[0] for line in shown.stdout.splitlines()[:2]] == ["hyperconnect", "truncbptt"]
 
 
-RESULTS = os.path.join(F.HERE, "results")
+RESULTS = F.ROOT / "results"
 
 
 def test_committed_sweep_gives_the_committed_numbers(cli, tmp_path):
@@ -628,13 +634,11 @@ def test_forms_without_a_parameter_are_printed_too(form, worth, cli):
 
 @pytest.mark.slow
 def test_committed_scoreboard_comes_out_again(cli, tmp_path):
-    tricks = {"isodepth_casestudy_runs.csv": (F.PUBLISHED, CASES, "page")}
-    if os.path.exists(f"{RESULTS}/trick_runs.csv"):
-        tricks["trick_runs.csv"] = f"{RESULTS}/pocket_runs.csv", f"{RESULTS}/trick_runs.csv", "no_inj"
-    for base, trick, convention in tricks.values():
+    for base, trick, convention in ((F.PUBLISHED, CASES, "page"),
+                                    (f"{RESULTS}/pocket_runs.csv", f"{RESULTS}/trick_runs.csv", "no_inj")):
         done = cli("compare", base, trick, f"--convention={convention}", f"--table={tmp_path / 'table.csv'}")
         assert done.returncode == 0, done.stderr
-    committed, again = ({(r["file"], r["trick"]): r for r in csv.DictReader(open(path, newline=""))}
+    committed, again = ({(row["file"], row["trick"]): row for row in rows_of(path)}
                         for path in (f"{RESULTS}/phi_table.csv", tmp_path / "table.csv"))
     assert committed.keys() == again.keys()
     for key, row in committed.items():
@@ -643,19 +647,14 @@ def test_committed_scoreboard_comes_out_again(cli, tmp_path):
 
 
 def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, tmp_path):
-    """phi changes with the r it is fitted to, so r=8 of the baseline must not enter beside a trick at r = 2 and 4."""
-    def phi_of_baseline(name, keep):
-        lines = open(F.PUBLISHED).read().splitlines()
-        path = tmp_path / f"{name}.csv"
-        r = lines[0].split(",").index("r")
-        path.write_text("\n".join(line for i, line in enumerate(lines) if not i or int(line.split(",")[r]) in keep))
-        return path
-    trick, without = phi_of_baseline("trick", (2, 4)), phi_of_baseline("base", (1, 2, 4))
+    """phi changes with the r it is fitted to, so r=8 of the baseline must not enter next to a trick at r = 2 and 4."""
+    trick, without = (write_rows(tmp_path / f"{loops}.csv", [row for row in rows_of() if row["r"] in loops])
+                      for loops in ("24", "124"))
     for base in (F.PUBLISHED, without):
         done = cli("compare", base, trick, "--resamples=20", f"--json={tmp_path / 'c.json'}")
         assert done.returncode == 0, done.stderr
-        (found,) = json.loads((tmp_path / "c.json").read_text()).values()
-        assert found["difference"]["phi"] == pytest.approx(0, abs=1e-6)
+        (phi,) = json.loads((tmp_path / "c.json").read_text()).values()
+        assert phi["difference"]["phi"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -670,7 +669,7 @@ def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, 
     (["compare", F.PUBLISHED], "-h lists the flags"),
     (["plan", "--preset=trick"], "--flags"), (["plan", "--flags=--seed=7"], "--seed differs"),
     (["fit", F.PUBLISHED, "--budgets", "3e3"], "--budgets=3000"), (["fit", F.PUBLISHED, "--conv=page"], "--conv=page"),
-    (["compare", F.PUBLISHED, os.path.join(F.HERE, "results", "trick_runs.csv")], "isodepth_runs.csv has no run")])
+    (["compare", F.PUBLISHED, f"{RESULTS}/trick_runs.csv"], "isodepth_runs.csv has no run")])
 def test_bad_flags(flags, said, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = cli(*flags)
@@ -680,16 +679,11 @@ def test_bad_flags(flags, said, cli, tmp_path, monkeypatch):
 
 def test_unidentifiable_phi_is_said_and_not_printed(tmp_path, cli):
     """One budget with little difference between r and much noise: any phi will do."""
-    table = rows_of()
-    rows = [r for r in table if r["C_flops"] == "4.64e+17"]
+    rows = [row for row in rows_of() if row["C_flops"] == "4.64e+17"]
     rng = np.random.default_rng(0)
-    for r in rows:
-        r["val_loss_nats"] = f"{3 + 0.2 * rng.standard_normal():.4f}"
-    with open(tmp_path / "noise.csv", "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    done = cli("fit", tmp_path / "noise.csv", f"--json={tmp_path / 'law.json'}")
+    for row in rows:
+        row["val_loss_nats"] = f"{3 + 0.2 * rng.standard_normal():.4f}"
+    done = cli("fit", write_rows(tmp_path / "noise.csv", rows), f"--json={tmp_path / 'law.json'}")
     assert done.returncode == 0 and "phi    not identified" in done.stdout
     assert json.loads((tmp_path / "law.json").read_text())["phi"] is None
 
