@@ -3,7 +3,7 @@ optimiser.
 
 Expected values: Tables 1-3 of arXiv 2604.21106, or refitted from data/isodepth_runs.csv with scipy's L-BFGS from 60 and
 more random starts. The slow tests, the coverage study and the timing, run only when named, in 35 s:
-python -m pytest tests/test_fit_law.py -m slow -s
+python -m pytest tests/test_fit_law.py -m study -n 0 -s
 """
 import csv
 import io
