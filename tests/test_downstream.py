@@ -61,8 +61,8 @@ def test_score_equals_a_token_by_token_reference(variant):
         found = D.score(model, requests, n_loop)
         expected = [one_token_at_a_time(model, *r, n_loop) for r in requests]
         assert np.allclose([f[0] for f in found], [e[0] for e in expected], atol=1e-4, rtol=0)
-        assert [f[1] for f in found] == [e[1] for e in expected]
-    assert D.score(model, requests)[-1][1]
+        assert [f[1:] for f in found] == [(len(r[1]), e[1]) for r, e in zip(requests, expected)]
+    assert D.score(model, requests)[-1][2]
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:3])
@@ -70,7 +70,7 @@ def test_scores_do_not_depend_on_the_batch(variant):
     model, requests = small_model(**variant), random_requests(1)
     alone = [D.score(model, [r], batch_size=1)[0][0] for r in requests]
     for batch_size in (1, 3, 64):
-        assert np.allclose([s for s, _ in D.score(model, requests, batch_size=batch_size)], alone, atol=1e-5, rtol=0)
+        assert np.allclose([s for s, _, _ in D.score(model, requests, batch_size=batch_size)], alone, atol=1e-5, rtol=0)
 
 
 def test_batches_hold_every_request_once_within_their_size():
@@ -101,6 +101,13 @@ def test_contexts_are_cut_from_the_left_and_continuations_never():
     assert all(len(c) + len(e) <= 6 for pairs in coded for c, e in pairs)
     model = small_model(vocab_size=130, block_size=5)
     assert len(D.score(model, [pair for pairs in coded for pair in pairs])) == 4      # and that much fits
+
+
+class Bytes:                                              # one token per byte
+    eot_token = 256
+
+    def encode_ordinary_batch(self, texts, num_threads):
+        return [list(t.encode()) for t in texts]
 
 
 # --- metrics ---
@@ -137,11 +144,6 @@ def test_measure_task_by_hand():
 
 def test_an_untrained_head_loses_ln_v_on_every_task():
     """A head of zeros predicts uniformly: the whole path must report ln V nats per token."""
-    class Bytes:
-        eot_token = 256
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            return [list(t.encode()) for t in texts]
     model = LoopedLM(Config(vocab_size=257, block_size=700, n_embd=16, n_head=1)).eval()
     torch.nn.init.zeros_(model.head.weight)
     made = {name: tasks.load_items(name, 3, 0) for name in tasks.TASKS if tasks.made_here(name)}
@@ -258,11 +260,6 @@ def test_accuracies_equal_the_packages_own_metric():
         pytest.skip(f"the package does not import: {e}")
     model = small_model(vocab_size=257, block_size=512)
 
-    class Bytes:
-        eot_token = 256
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            return [list(t.encode()) for t in texts]
     chosen = {name: tasks.load_items(name, 12, 0) for name in ("arc_easy", "piqa", "socialiqa")}
     ours = D.run_tasks(model, Bytes(), chosen, None, 4)
     for name, items in chosen.items():
