@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ from model import SwiGLU
 from train import clip_and_measure
 
 
-# --- contenders: each returns (function that measures once, tokens per measurement, FLOPs per token or None) ---
+# --- contenders: each returns (function to time once, tokens per measurement, FLOPs per token or None) ---
 def ours(spec):
     args, _ = parse(spec["flags"])
     cfg = config_of(args, args.vocab_size or 4096)
@@ -46,9 +45,9 @@ def ours(spec):
     torch.manual_seed(0)
     model = model_class(args.trick, args.trick_args)(cfg).to(device)
     if spec["what"] == "decode":
-        prompt = torch.zeros(1, 1, dtype=torch.long, device=device)
-        n = cfg.block_size - 1
-        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, model.flops_per_token(cfg, train=False)
+        prompt, n = torch.zeros(1, 1, dtype=torch.long, device=device), cfg.block_size - 1
+        flops = model.flops_per_token(cfg, train=False)
+        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, flops
     if args.compile or (args.compile is None and device == "cuda"):
         model.compile_blocks()
     optimizers = make_optimizers(model, args)
@@ -85,7 +84,7 @@ def nanogpt(spec):
 
     def step():
         for _ in range(args.grad_accum):
-            with torch.autocast("cpu", dtype=torch.bfloat16) if spec["bf16"] else nullcontext():
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=spec["bf16"]):
                 _, loss = model(x, y)
             (loss / args.grad_accum).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -246,8 +245,10 @@ def main():
         base = {"what": what, "flags": flags, "warmup": 1 if what == "decode" else 3}
         if a.what == "moe":
             layers = {"dense": "dense", "one_by_one": "experts, one after the other"}
-            layers |= {"grouped": "experts, grouped_mm"} if hasattr(torch.nn.functional, "grouped_mm") else {}
-            layers |= {"eager": "Mixtral, eager", "grouped_mm": "Mixtral, grouped_mm"} if a.hf_mixtral else {}
+            if hasattr(torch.nn.functional, "grouped_mm"):
+                layers["grouped"] = "experts, grouped_mm"
+            if a.hf_mixtral:
+                layers.update(eager="Mixtral, eager", grouped_mm="Mixtral, grouped_mm")
             base |= {"kind": "feed_forward", "bf16": what == "bf16"}
             contenders = [{**base, "layer": layer, "name": name} for layer, name in layers.items()]
         else:
@@ -256,11 +257,10 @@ def main():
                 more_flags = flags + shlex.split(extra)
                 config_of(parse(more_flags)[0], 4096)
                 contenders.append({**base, "kind": "ours", "name": f"  with {extra}", "flags": more_flags})
-            other = {**base, "kind": "nanogpt", "path": a.nanogpt}
-            if a.nanogpt:
-                contenders.append({**other, "bf16": False, "name": "nanoGPT fp32"})
-            if a.nanogpt and what == "train":
-                contenders.append({**other, "bf16": True, "name": "nanoGPT bf16 autocast"})
+            for bf16 in (False, True) if what == "train" else (False,):
+                name = "nanoGPT bf16 autocast" if bf16 else "nanoGPT fp32"
+                if a.nanogpt:
+                    contenders.append({**base, "kind": "nanogpt", "path": a.nanogpt, "bf16": bf16, "name": name})
             if a.hf_gpt2 and what == "decode":
                 contenders.append({**base, "kind": "hf_gpt2", "name": "transformers GPT-2, cached"})
         rows += measure_in_turns(contenders, max(3, a.rounds // 3) if what == "decode" else a.rounds)

