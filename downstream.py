@@ -95,7 +95,7 @@ def log_likelihoods(model, requests, P, K):
 
     surroundings = model.context(idx, K, cache)
     h = model.loop_states(idx, surroundings, K)[-1]                                # (B, L, D)
-    hook = model.head.register_forward_pre_hook(lambda _, args: args[0][predicts])                 # (N, D): all it needs
+    hook = model.head.register_forward_pre_hook(lambda _, args: args[0][predicts])                 # (N, D): enough
     logits = model.logits(h, surroundings, K).float()                              # (N, V)
     hook.remove()
     log_p = -F.cross_entropy(logits, target, reduction="none").cpu().double()      # (N,): log p(target)
