@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ from model import SwiGLU
 from train import clip_and_measure
 
 
-# --- contenders: each returns (measure, tokens per measurement, FLOPs per token or None) ---
+# --- contenders: each returns (function to time once, tokens per measurement, FLOPs per token or None) ---
 def ours(spec):
     args, _ = parse(spec["flags"])
     cfg = config_of(args, args.vocab_size or 4096)
@@ -46,10 +45,10 @@ def ours(spec):
     torch.manual_seed(0)
     model = model_class(args.trick, args.trick_args)(cfg).to(device)
     if spec["what"] == "decode":
-        prompt = torch.zeros(1, 1, dtype=torch.long, device=device)
-        n = cfg.block_size - 1
-        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, model.flops_per_token(cfg, train=False)
-    if args.compile if args.compile is not None else device == "cuda":
+        prompt, n = torch.zeros(1, 1, dtype=torch.long, device=device), cfg.block_size - 1
+        flops = model.flops_per_token(cfg, train=False)
+        return timed(lambda: model.generate(prompt, n, temperature=0), device), n, flops
+    if args.compile or (args.compile is None and device == "cuda"):
         model.compile_blocks()
     optimizers = make_optimizers(model, args)
     bf16 = pick_dtype(device, args.dtype) == "bfloat16"
@@ -58,9 +57,8 @@ def ours(spec):
     def step():
         for _ in range(args.grad_accum):
             with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=bf16):
-                loss = model(*batches, loss=args.loss, norm_penalty=args.norm_penalty,
-                             bptt=args.bptt)[1]["loss"]
-            (loss / args.grad_accum).backward()
+                _, out = model(*batches, loss=args.loss, norm_penalty=args.norm_penalty, bptt=args.bptt)
+            (out["loss"] / args.grad_accum).backward()
         clip_and_measure(model, args.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
@@ -73,10 +71,10 @@ def nanogpt(spec):
     args, _ = parse(spec["flags"])
     cfg = config_of(args, args.vocab_size or 4096)
     location = importlib.util.spec_from_file_location("nanogpt_model", Path(spec["path"]) / "model.py")
-    theirs = importlib.util.module_from_spec(location)
-    location.loader.exec_module(theirs)
+    module = importlib.util.module_from_spec(location)
+    location.loader.exec_module(module)
     torch.manual_seed(0)
-    model = theirs.GPT(theirs.GPTConfig(block_size=cfg.block_size, vocab_size=cfg.vocab_size, n_layer=cfg.depth(),
+    model = module.GPT(module.GPTConfig(block_size=cfg.block_size, vocab_size=cfg.vocab_size, n_layer=cfg.depth(),
                                         n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=0.0, bias=False))
     if spec["what"] == "decode":
         prompt, n = torch.zeros(1, 1, dtype=torch.long), cfg.block_size - 1
@@ -86,7 +84,7 @@ def nanogpt(spec):
 
     def step():
         for _ in range(args.grad_accum):
-            with torch.autocast("cpu", dtype=torch.bfloat16) if spec["bf16"] else nullcontext():
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=spec["bf16"]):
                 _, loss = model(x, y)
             (loss / args.grad_accum).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -114,8 +112,8 @@ WIDTH, HIDDEN, EXPERTS, ACTIVE, TOKENS = 256, 1024, 8, 2, 4096
 
 
 def feed_forward(spec):
-    """spec["layer"]: dense | one_by_one | grouped (moe.py with that dispatch and its router losses) | a name of
-    transformers' for the way in which its Mixtral block runs the experts."""
+    """spec["layer"]: dense | one_by_one | grouped (moe.py with that dispatch and its router losses) | what transformers
+    calls a way to run the experts of its Mixtral block."""
     args, _ = parse(spec["flags"])
     device, bf16, layer = pick_device(args.device), spec["bf16"], spec["layer"]
     if device == "cpu":
@@ -179,40 +177,39 @@ def worker(spec):
     print("@", json.dumps(peak), flush=True)
 
 
-def answer(process):
-    """Next line of a worker that begins with @; the contenders print other things too."""
+def read_answer(process):
+    """What a worker says next: the content of a line that begins with @. The contenders print other lines too."""
     for line in process.stdout:
         if line.startswith("@"):
             return json.loads(line[1:])
-    stop("a contender ended early; what it said stands above")
+    stop("a contender ended early; its error message is above")
 
 
-def compare(contenders, rounds):
-    """Measure in turn; returns a row per contender: seconds (median), tok_per_s, flop_per_s, ratio to the first, MB."""
+def measure_in_turns(contenders, rounds):
+    """A row per contender: seconds (median), tok_per_s, flop_per_s, ratio to the first and its quartiles, MB."""
     processes = []
     for spec in contenders:                      # started one after the other: each warms up alone
         processes.append(subprocess.Popen([sys.executable, __file__, "--worker", json.dumps(spec)], text=True,
                                           stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-        spec.update(answer(processes[-1]))
+        spec.update(read_answer(processes[-1]))
     times = [[] for _ in contenders]
     for i in range(rounds):
         for process, seconds in zip(processes, times):
             process.stdin.write("go\n")
             process.stdin.flush()
-            seconds.append(answer(process))
+            seconds.append(read_answer(process))
         if sys.stderr.isatty():
             print(f"\rround {i + 1}/{rounds}", end="", file=sys.stderr)
     rows = []
     for spec, process, seconds in zip(contenders, processes, times):
         process.stdin.close()
         median = statistics.median(seconds)
-        ratios = sorted(this / first for first, this in zip(times[0], seconds))
-        rows.append({"name": spec["name"], "what": spec["what"], "seconds": median,
-                     "tok_per_s": spec["tokens"] / median,
-                     "flop_per_s": spec["flops"] and spec["flops"] * spec["tokens"] / median,
-                     "ratio": statistics.median(ratios), "ratio_quartiles": [ratios[len(ratios) // 4],
-                                                                            ratios[-1 - len(ratios) // 4]],
-                     "peak_mb": answer(process) / 2 ** 20})
+        rate = spec["tokens"] / median
+        ratios = sorted(own / first for first, own in zip(times[0], seconds))
+        i = len(ratios) // 4
+        rows.append({"name": spec["name"], "what": spec["what"], "seconds": median, "tok_per_s": rate,
+                     "flop_per_s": spec["flops"] and spec["flops"] * rate, "ratio": statistics.median(ratios),
+                     "ratio_quartiles": [ratios[i], ratios[-1 - i]], "peak_mb": read_answer(process) / 2 ** 20})
         process.wait()
     return rows
 
@@ -244,33 +241,37 @@ def main():
     if a.json and not Path(a.json).resolve().parent.is_dir():
         stop(f"--json={a.json}: no such folder; make it first")
     rows = []
-    for label, bf16 in (("fp32", False), ("bf16", True)) if a.what == "moe" else ():
-        layers = {"dense": "dense", "one_by_one": "experts, one after the other",
-                  **({"grouped": "experts, grouped_mm"} if hasattr(torch.nn.functional, "grouped_mm") else {}),
-                  **({"eager": "Mixtral, eager", "grouped_mm": "Mixtral, grouped_mm"} if a.hf_mixtral else {})}
-        rows += compare([{"what": label, "flags": flags, "warmup": 3, "kind": "feed_forward", "layer": layer,
-                          "bf16": bf16, "name": name} for layer, name in layers.items()], a.rounds)
-    for what in {"both": ("train", "decode"), "moe": ()}.get(a.what, (a.what,)):
-        base = {"what": what, "flags": flags, "warmup": 3 if what == "train" else 1}
-        contenders = [{**base, "kind": "ours", "name": "nanoloop " + " ".join(flags)}]
-        for extra in a.vs:
-            contenders.append({**base, "kind": "ours", "name": f"  with {extra}", "flags": flags + shlex.split(extra)})
-            config_of(parse(contenders[-1]["flags"])[0], 4096)
-        if a.nanogpt:
-            contenders += [{**base, "kind": "nanogpt", "path": a.nanogpt, "bf16": bf16, "name": f"nanoGPT {label}"}
-                           for bf16, label in ((False, "fp32"), (True, "bf16 autocast"))[:2 if what == "train" else 1]]
-        if a.hf_gpt2 and what == "decode":
-            contenders.append({**base, "kind": "hf_gpt2", "name": "transformers GPT-2, cached"})
-        rows += compare(contenders, max(3, a.rounds // 3) if what == "decode" else a.rounds)
+    for what in {"both": ("train", "decode"), "moe": ("fp32", "bf16")}.get(a.what, (a.what,)):
+        base = {"what": what, "flags": flags, "warmup": 1 if what == "decode" else 3}
+        if a.what == "moe":
+            layers = {"dense": "dense", "one_by_one": "experts, one after the other"}
+            if hasattr(torch.nn.functional, "grouped_mm"):
+                layers["grouped"] = "experts, grouped_mm"
+            if a.hf_mixtral:
+                layers.update(eager="Mixtral, eager", grouped_mm="Mixtral, grouped_mm")
+            base |= {"kind": "feed_forward", "bf16": what == "bf16"}
+            contenders = [{**base, "layer": layer, "name": name} for layer, name in layers.items()]
+        else:
+            contenders = [{**base, "kind": "ours", "name": "nanoloop " + " ".join(flags)}]
+            for extra in a.vs:
+                more_flags = flags + shlex.split(extra)
+                config_of(parse(more_flags)[0], 4096)
+                contenders.append({**base, "kind": "ours", "name": f"  with {extra}", "flags": more_flags})
+            for bf16 in (False, True) if what == "train" else (False,):
+                name = "nanoGPT bf16 autocast" if bf16 else "nanoGPT fp32"
+                if a.nanogpt:
+                    contenders.append({**base, "kind": "nanogpt", "path": a.nanogpt, "bf16": bf16, "name": name})
+            if a.hf_gpt2 and what == "decode":
+                contenders.append({**base, "kind": "hf_gpt2", "name": "transformers GPT-2, cached"})
+        rows += measure_in_turns(contenders, max(3, a.rounds // 3) if what == "decode" else a.rounds)
     peak = peak_flops(args.peak_tflops, pick_device(args.device))
-    print(f"{'':6s} {'median':>9s} {'tokens/s':>9s} {'GFLOP/s':>8s} {'MFU':>6s} {'ratio (quartiles)':>20s} "
-          f"{'peak MB':>8s}")
-    for r in rows:
-        q, rate = r["ratio_quartiles"], r["flop_per_s"]
-        print(f"{r['what']:6s} {1e3 * r['seconds']:7.0f}ms {r['tok_per_s']:9.0f} "
-              f"{f'{rate / 1e9:.1f}' if rate else '-':>8s} "
-              f"{f'{100 * rate / peak:.1f}%' if peak and rate else '-':>6s} {r['ratio']:7.2f} ({q[0]:.2f}..{q[1]:.2f})"
-              f"{r['peak_mb']:9.0f}  {r['name']}")
+    print("          median  tokens/s  GFLOP/s    MFU    ratio (quartiles)  peak MB")
+    for row in rows:
+        rate, (low, high) = row["flop_per_s"], row["ratio_quartiles"]
+        gflops = f"{rate / 1e9:.1f}" if rate else "-"
+        mfu = f"{100 * rate / peak:.1f}%" if peak and rate else "-"
+        print(f"{row['what']:6s} {1e3 * row['seconds']:7.0f}ms {row['tok_per_s']:9.0f} {gflops:>8s} {mfu:>6s} "
+              f"{row['ratio']:7.2f} ({low:.2f}..{high:.2f}){row['peak_mb']:9.0f}  {row['name']}")
     if a.json:
         Path(a.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

