@@ -27,12 +27,13 @@ class Routing:
         self.balance, self.z = [], []            # one loss per router call
 
     def note(self, slot, logits, chosen):
-        """Balance loss E * sum f_i p_i, f the share of assignments and p the mean probability of expert i: 1 for uniform
-        routing, E/k when all tokens take the same k; the gradient flows through p. z-loss: mean squared logsumexp,
-        which keeps the logits small. logits (N, E), chosen (N, k)."""
+        """Balance loss E * sum f_i p_i, f the share of assignments and p the mean probability of expert i: 1 for
+        uniform routing, E/k when all tokens take the same k; the gradient flows through p. z-loss: mean squared
+        logsumexp, which keeps the logits small. logits (N, E), chosen (N, k)."""
         E = logits.size(-1)
         p = logits.softmax(-1).mean(0)                                             # (E,)
-        load = is_expert(chosen.flatten(), E).sum(0)                               # (E,)
+        hit = chosen.flatten()[:, None] == torch.arange(E, device=chosen.device)   # (A, E)
+        load = hit.sum(0)                                                          # (E,)
         f = load / chosen.numel()
         self.balance.append(E * (f * p).sum())
         self.z.append(logits.logsumexp(-1).square().mean())
@@ -52,9 +53,7 @@ class Mixture(nn.Module):
 
     def __init__(self, router, experts, n_active, balance):
         super().__init__()
-        self.router = router
-        self.experts = nn.ModuleList(experts)
-        self.n_active = n_active
+        self.router, self.experts, self.n_active = router, nn.ModuleList(experts), n_active
         # added to the probabilities when experts are chosen, never to a gate (arXiv 2408.15664)
         self.register_buffer("bias", torch.zeros(len(self.experts)) if balance == "bias" else None)
 
@@ -74,7 +73,6 @@ class Mixture(nn.Module):
                 chosen = routing.direct(routing, slot, chosen)
             routing.note(slot, logits, chosen)
         gates = logits.gather(1, chosen).softmax(-1)                               # (N, k)
-
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         weights = []
@@ -94,24 +92,18 @@ class Mixture(nn.Module):
 
 
 # --- experts ---
-def is_expert(chosen, n_expert):
-    """(A, E): whether assignment a is to expert e."""
-    return chosen[:, None] == torch.arange(n_expert, device=chosen.device)
-
-
 def arrange(chosen, n_expert, multiple):
     """Sort the assignments chosen (N, k) by expert, each expert's rows padded to a multiple. Returns the token of each
     row (R,), the row of each assignment (N, k) and where each expert's rows end (E,). Padding rows repeat token 0 and
     nothing reads them."""
     flat = chosen.flatten()                                                        # (A,)
-    hit = is_expert(flat, n_expert)                                                # (A, E)
+    hit = flat[:, None] == torch.arange(n_expert, device=flat.device)              # (A, E)
     rank = hit.cumsum(0).gather(1, flat[:, None])[:, 0] - 1                        # among the rows of its expert
     size = -(-hit.sum(0) // multiple) * multiple                                   # rounded up
     ends = size.cumsum(0)
     starts = ends - size
     place = starts[flat] + rank
-    n_rows = flat.numel() if multiple == 1 else int(ends[-1])
-    source = flat.new_zeros(n_rows)
+    source = flat.new_zeros(flat.numel() if multiple == 1 else int(ends[-1]))
     source[place] = torch.arange(flat.numel(), device=flat.device) // chosen.size(1)
     return source, place.view_as(chosen), ends
 

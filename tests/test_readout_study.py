@@ -1,7 +1,6 @@
 """readout_study.py: the lemmas, each diagnostic against plain arithmetic, the study end to end on a tiny corpus."""
 import json
 import math
-import shlex
 
 import numpy as np
 import pytest
@@ -103,7 +102,7 @@ def test_radial_share_sees_the_length_through_a_raw_readout_only(readout, visibl
     model, x, y = looped(readout=readout).double(), tokens(), tokens(seed=2)
     model.table = model.table.double()
     states, context = R.passes(model, x, 3)
-    first, last = (R.radial_share(model, states, context, y, k, 3) for k in (0, 2))
+    first, last = (R.radial_share(model, states, context, y, k) for k in (0, 2))
     for r, seen in ((first, visible if visible is not None else True), (last, bool(visible))):
         assert (r["per_token"] > 0.2 * r["chance_per_token"]) == seen and (abs(r["g"]) > 1e-3) == seen
     drawn = F.cosine_similarity(torch.randn(20000, 32), torch.randn(20000, 32)).abs().mean().item()
