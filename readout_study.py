@@ -1,7 +1,6 @@
 """
-The readout blind spot (arXiv 2606.24898): after a norm, the states h and 10 h give the same loss. So the loss cannot see
-how long a state is, but a pre-norm loop changes its length in every pass. Does it drift, and does a loss on every pass
-stop that?
+The readout blind spot (arXiv 2606.24898): after a norm, h and 10 h give the same loss, so training cannot see how long
+a state is, but a pre-norm loop changes it in every pass. Does the length drift? Does a loss on every pass stop that?
 
     python readout_study.py                      # 8 cells x 3 seeds, then tables, plots and JSON in out/readout
     python readout_study.py --quick              # a few steps of the same, 2 seeds: 3 min
@@ -68,8 +67,7 @@ TAIL = 0.01  # the share of states, the longest, that is called the tail
 
 
 def rms(h):
-    """Root mean square over channels: (..., D) to (..., 1)."""
-    return h.square().mean(-1, keepdim=True).sqrt()
+    return h.square().mean(-1, keepdim=True).sqrt()                                # (..., 1)
 
 
 def split_update(b, u):
@@ -101,8 +99,8 @@ def visibility(readout, h, weight, targets):
 
 
 def activity(update, u, scales):
-    """A pre-norm residual stack is F(h) = h + update(h) with update(s u) independent of s. What first order in 1/s leaves
-    of it (split_update), the largest over unit-rms directions u (N, D): [(s, of the new rms, of the new direction)]."""
+    """A pre-norm residual stack is F(h) = h + update(h) with update(s u) independent of s. What first order in 1/s
+    leaves of it, the largest over unit-rms directions u (N, D): [(s, of the new rms, of the new direction)]."""
     rows = []
     for s in scales:
         b = update(s * u)
@@ -124,7 +122,6 @@ def check_lemmas():
     for eps in (0.0, 1e-6):
         largest = [f"{name} {visibility(f, h, weight, targets).max():.1e}" for name, f in readouts(eps).items()]
         print(f"  eps {eps:g}: " + ", ".join(largest))
-
     torch.manual_seed(0)
     model = LoopedLM(Config(vocab_size=64, n_embd=32, n_head=1, n_prelude=0, n_coda=0, inject="none")).double()
     model.table = model.table.double()           # or attention would round to fp32
@@ -176,7 +173,7 @@ def describe_lengths(lengths):
 
 
 def tail_tokens(lengths, idx, tokenizer):
-    """Where the tail is: the share at the first position and in the first 8 (even_first8: were it spread evenly), and its
+    """Where the tail is: its share at the first position and in the first 8 (even_first8: if spread evenly), and its
     commonest tokens, each with its share of the tail and the share of its occurrences that are in the tail."""
     n = max(1, int(len(lengths) * TAIL))
     tail = np.argsort(lengths)[-n:]
@@ -208,11 +205,10 @@ def radial_share(model, states, context, targets, k):
 
 
 def update_of_pass(before, after):
-    """What a pass does to states (N, D), means over tokens: rms s before it; the gain a and the rest b_perp of its
-    update b (split_update), as rms; how far the direction turned, and first_order, what b_perp / s says of that."""
+    """What a pass does to states (N, D), means over tokens: s, their rms before it; its update b = a u + b_perp, of
+    which a lengthens the state and b_perp turns it; how far it turned, and first_order, the estimate b_perp / s."""
     s = rms(before)
-    u = before / s
-    b = after - before
+    u, b = before / s, after - before
     a, b_perp = split_update(b, u)
     numbers = {"s": s, "a": a, "b": rms(b), "b_perp": rms(b_perp), "turned": rms(after / rms(after) - u),
                "first_order": rms(b_perp) / s}
@@ -248,7 +244,6 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
     x, y = even_windows(folder, meta, "val", max(n_tokens, T), T)
     n_bytes = int(token_bytes(tokenizer)[y.numpy()].sum())
     batches = list(zip(x.to(device).split(8), y.to(device).split(8)))
-
     # follow the state through every batch
     ce, lengths, updates, clamps = [], [], [], []
     with torch.no_grad():
@@ -260,13 +255,8 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
             states = [h.flatten(0, 1).float() for h in states]                     # (N, D)
             lengths.append([h.norm(dim=-1).cpu().numpy() for h in states])
             updates.append([update_of_pass(*pair) for pair in zip(states, states[1:])])
-
-    # the gradient at the states of the first batch
-    idx, targets = batches[0]
-    with torch.no_grad():
-        states, context = passes(model, idx, K)
-    radial = [radial_share(model, states, context, targets, k) for k in range(K)]
-
+        states, context = passes(model, batches[0][0], K)
+    radial = [radial_share(model, states, context, batches[0][1], k) for k in range(K)]
     # put the batches together: means, and all lengths of a pass
     sizes = [len(idx) for idx, _ in batches]
     ce = np.average(ce, axis=0, weights=sizes)
@@ -351,16 +341,16 @@ def ratio(over, under):
 
 
 # --- tables; cells: {(cell, variant): [diagnosis of each seed]} ---
-TABLES = {  # title: columns, each (head, name in table_numbers, format)
-    "Length of the last state, mean +- sd over seeds. clamp: each token scaled back to its length after pass 1": [
+TABLES = {  # title: columns, each (head, name in table_numbers, format of the mean or "+-": mean +- sd)
+    "Length of the last state, mean +- sd over seeds. clamp: each token kept at its length after pass 1": [
         ("mean", "mean", "+-"), ("after pass 1", "length_1", "+-"), ("median", "median", ".3g"), ("p99", "p99", ".3g"),
         ("max", "max", ".3g"), ("tail index", "tail_index", ".2g"), ("clamp: nats", "delta_ce", "+.4f"),
         ("clamp: ratio", "ratio", ".2g")],
     "Cross-entropy in nats after K passes, trained with n_loop; gain: how much lower it is at n_loop than at 1": [
         ("1", "ce_1", "+-"), ("2", "ce_2", "+-"), ("n_loop", "ce_K", "+-"), ("gain", "gain", "+-"),
         ("2 n_loop", "ce_2K", "+-")],
-    "Gradient of the loss at the last state: its |cos| with the state, per token and flattened; g: d loss / d log length.\n"
-    "Last pass: its update lengthens the state by a and adds b_perp across it; turned: by how much, b_perp / s expected": [
+    "Gradient at the last state: |cos| with the state, per token and flattened; g: d loss / d log length.\n"
+    "Update of the last pass: a along the state, b_perp across it; turned: the direction's move, about b_perp / s": [
         ("per token", "per_token", ".2g"), ("(chance)", "chance_per_token", ".2g"), ("flattened", "flattened", ".2g"),
         ("(chance)", "chance_flattened", ".2g"), ("g", "g", ".2g"), ("a", "a", ".3g"), ("b_perp", "b_perp", ".3g"),
         ("turned", "turned", ".3g"), ("b_perp / s", "first_order", ".3g")],
@@ -380,7 +370,6 @@ def over_seeds(diagnoses, name):
 
 
 def show(values, spec):
-    """The mean over seeds in a format, or for "+-" with the standard deviation."""
     if spec != "+-":
         return f"{np.mean(values):{spec}}"
     sd = f" +- {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
@@ -407,7 +396,7 @@ def print_tail(rows):
 
 
 def print_passes(rows):
-    print("\nWhat each later pass adds to the rms; nats gained from pass 1 to n_loop, with 95% interval; best K by seed")
+    print("\nWhat each later pass adds to the rms; nats gained from pass 1 to n_loop, 95% interval; best K by seed")
     for name, diagnoses in rows.items():
         growth = np.mean([[u["a"] for u in d["update"]] for d in diagnoses], axis=0)
         gain, low, high = mean_interval(over_seeds(diagnoses, "gain"))
@@ -435,8 +424,9 @@ def print_pairs(cells):
         for other in (norm_cell(loss, variant), (f"terminal-{readout}", variant)):
             if other in cells and other != key:
                 differences = np.subtract(over_seeds(diagnoses, "ce_K"), over_seeds(cells[other], "ce_K"))
+                mean, low, high = mean_interval(differences)
                 print(f"cross-entropy of {label(*key)} minus that of {label(*other)}: "
-                      "{:+.3f} [{:+.3f}, {:+.3f}]".format(*mean_interval(differences)))
+                      f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]")
 
 
 def print_tables(cells):
@@ -450,7 +440,7 @@ def print_tables(cells):
 
 
 def plot_title(cells):
-    """The length of the last state of both readouts after every pass, or of every cell."""
+    """The length of the last state with and without the norm under the loss after every pass, or of every cell."""
     length = {key: np.mean(over_seeds(diagnoses, "mean")) for key, diagnoses in cells.items()}
     pairs = []
     for cell, variant in cells:
@@ -467,16 +457,17 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = misused
     add = parser.add_argument
-    add("--ckpt", help="diagnose this run folder or ckpt.pt only")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--ckpt", help="diagnose this run folder or ckpt.pt only")
+    only.add_argument("--lemmas", action="store_true", help="check the two lemmas and exit")
+    only.add_argument("--sweep", choices=SWEEPS, help="instead of the cells: lambda of the penalty | a falling rate | "
+                      "tied N(0,1) | 20,000 steps of a smaller model")
+    only.add_argument("--cells", nargs="+", choices=CELLS, help="only these cells")
     add("--trick", help="with --ckpt: file of the run's trick, if it is outside tricks/")
     add("--preset", choices=[p for p in PRESETS if p.startswith("readout")],
         help="the paper's scale instead of a laptop's")
     add("--plan", action="store_true", help="print the train.py commands and exit")
     add("--quick", action="store_true", help="D 32 and 60 steps: shows what the study does, not what it finds")
-    add("--lemmas", action="store_true", help="check the two lemmas and exit")
-    add("--sweep", choices=SWEEPS, help="instead of the cells: lambda of the penalty | a falling rate | tied N(0,1) | "
-        "20,000 steps of a smaller model")
-    add("--cells", nargs="+", choices=CELLS, help="only these cells")
     add("--seeds", nargs="+", type=int, help="default: 42 101 202")
     add("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
     add("--tokens", type=int, help="validation tokens of the diagnostics (default: 20480, with --quick 4096)")
@@ -490,11 +481,8 @@ def main(argv=None):
     for name, low in (("tokens", 1), ("jobs", 0), ("threads", 0)):
         if getattr(args, name) < low:
             stop(f"--{name}={getattr(args, name)}: must be at least {low}")
-    for name, others in (("lemmas", "ckpt plan quick preset sweep cells"), ("ckpt", "plan quick preset sweep cells"),
-                         ("sweep", "cells")):
-        for other in others.split():
-            if getattr(args, name) and getattr(args, other):
-                stop(f"--{name} and --{other} cannot be combined: drop one of them")
+    if (args.lemmas or args.ckpt) and (args.plan or args.quick or args.preset):
+        stop("--plan, --quick and --preset train or plan a study: drop them, or drop --lemmas and --ckpt")
     scale = (args.preset or "").removeprefix("readout")                            # "-44m"
     args.out_dir = args.out_dir or "out/readout" + "-quick" * args.quick + scale
     if args.threads:
@@ -507,7 +495,6 @@ def main(argv=None):
         if args.json:
             write_atomic(Path(args.json), json.dumps(diagnosis, indent=1).encode())
         return
-
     # the study: train what is not trained yet, diagnose every run, report
     runs = plan_runs(args)
     for _, flags in runs.values():
@@ -522,11 +509,11 @@ def main(argv=None):
     open_data(train_args)                        # all runs have the same
     train_all(list(runs.values()), args.jobs or os.cpu_count())
     cells, folders = {}, {}
-    for i, ((*cell, seed), (folder, _)) in enumerate(runs.items()):
-        progress(f"diagnosing {folder.name}, {i + 1} of {len(runs)}", False)
+    for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items(), 1):
+        progress(f"diagnosing {folder.name}, {i} of {len(runs)}", False)
         diagnosis = diagnose(folder, args.tokens, pick_device(args.device))
-        cells.setdefault(tuple(cell), []).append(diagnosis)
-        folders.setdefault(tuple(cell), []).append(folder)
+        cells.setdefault((cell, variant), []).append(diagnosis)
+        folders.setdefault((cell, variant), []).append(folder)
     print_tables(cells)
     plot_readout(cells, folders, plot_title(cells), plot)
     write_atomic(target, json.dumps(sum(cells.values(), []), indent=1).encode())

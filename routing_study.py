@@ -169,9 +169,8 @@ def main(argv=None):
         stop(f"--ckpt={args.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but this study needs experts and "
              f"at least two passes; train such a model with --n_expert=8 --n_loop=2")
     for name, least in (("tokens", 1), ("batch_size", 1), ("threads", 0)):
-        value = getattr(args, name)
-        if value < least:
-            stop(f"--{name}={value}: must be at least {least}")
+        if getattr(args, name) < least:
+            stop(f"--{name}={getattr(args, name)}: must be at least {least}")
     if args.threads:
         torch.set_num_threads(args.threads)
     run = run_folder(args.ckpt)
