@@ -42,9 +42,8 @@ class Routing:
 
     def losses(self):
         """Means over all router calls, and the loads (L_eff, E): each (layer, pass) is to be balanced by itself."""
-        loads = [self.load[slot] for slot in sorted(self.load)]
         return {"balance": torch.stack(self.balance).mean(), "z": torch.stack(self.z).mean(),
-                "load": torch.stack(loads)}
+                "load": torch.stack([self.load[slot] for slot in sorted(self.load)])}
 
 
 class Mixture(nn.Module):
@@ -101,8 +100,7 @@ def arrange(chosen, n_expert, multiple):
     rank = hit.cumsum(0).gather(1, flat[:, None])[:, 0] - 1                        # among the rows of its expert
     size = -(-hit.sum(0) // multiple) * multiple                                   # rounded up
     ends = size.cumsum(0)
-    starts = ends - size
-    place = starts[flat] + rank
+    place = (ends - size)[flat] + rank
     source = flat.new_zeros(flat.numel() if multiple == 1 else int(ends[-1]))
     source[place] = torch.arange(flat.numel(), device=flat.device) // chosen.size(1)
     return source, place.view_as(chosen), ends

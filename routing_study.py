@@ -94,7 +94,6 @@ def measure_routing(model, untrained, batches):
     cfg = model.cfg
     E, k = cfg.n_expert, cfg.n_active
     generator = torch.Generator().manual_seed(0)
-
     # agreement of each pass with the next, layer by layer
     base, chosen = run_windows(model, batches)
     _, chosen_untrained = run_windows(untrained, batches)
@@ -105,7 +104,6 @@ def measure_routing(model, untrained, batches):
                            "shuffled": shuffled_chance(chosen[i, p], chosen[i, p + 1], k, generator),
                            "untrained": compare_passes(chosen_untrained[i], p, E, k)})
     load = F.one_hot(chosen, E).float().mean((2, 3))                               # (layer, pass, E), sums to 1
-
     # interventions: from pass 2 on, a token gets other experts than its router chose
     later_slots = range(cfg.n_prelude + cfg.n_recur, cfg.depth() - cfg.n_coda)
 
@@ -178,7 +176,6 @@ def main(argv=None):
     plot = out / "routing.png"
     target = Path(args.json or out / "routing.json")
     check_writable("--out_dir or --json", out, target.parent)
-
     x, y = even_windows(*data_of(state), "val", args.tokens, cfg.block_size)
     batches = list(zip(x.to(device).split(args.batch_size), y.to(device).split(args.batch_size)))
     torch.manual_seed(state["args"]["seed"])     # the model as it was before its first step
