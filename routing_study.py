@@ -1,8 +1,8 @@
 """
-Do the passes of a loop use different experts (arXiv 2605.09165)? How much the experts of consecutive passes agree, layer
-by layer, compared with three baselines that the paper leaves out (uniform chance, chance at the measured loads, the
-untrained model), and a test by intervention: what the loss becomes when later passes must take the experts of pass 1,
-or those of another token.
+Do the passes of a loop use different experts (arXiv 2605.09165)? First: how much the experts of consecutive passes
+agree, layer by layer, compared with three baselines that the paper leaves out (uniform chance, chance at the measured
+loads, the untrained model). Then an intervention: what the loss becomes when later passes must take the experts of
+pass 1, or those of another token.
 
     python train.py --n_expert=8 --out_dir=out/mix
     python routing_study.py --ckpt=out/mix          # a table; routing.png and routing.json in the run folder; 1 min
@@ -34,7 +34,8 @@ def overlap(a, b):
 def agreement(shared, k, weight=None):
     """Shares of tokens whose sets are identical, partly shared and disjoint, and the mean Jaccard index, from counts of
     shared experts (N,) of k; weight (N,) if the entries are not equally likely."""
-    weight = torch.full(shared.shape, 1 / len(shared)) if weight is None else weight
+    if weight is None:
+        weight = torch.full(shared.shape, 1 / len(shared))
 
     def total(x):
         return (x.double() * weight).sum().item()
@@ -44,132 +45,146 @@ def agreement(shared, k, weight=None):
 
 def uniform_chance(E, k):
     """agreement of two independent, uniform draws of k from E: 15/28 disjoint and 1/28 identical for 2 of 8."""
-    shared = torch.arange(k + 1)
-    ways = torch.tensor([comb(k, i) * comb(E - k, k - i) / comb(E, k) for i in range(k + 1)])
-    return agreement(shared, k, ways)
+    probability = [comb(k, i) * comb(E - k, k - i) / comb(E, k) for i in range(k + 1)]
+    return agreement(torch.arange(k + 1), k, torch.tensor(probability))
 
 
 def shuffled_chance(a, b, k, generator, n=20):
     """agreement when pass 2 keeps its loads but not its tokens: its rows are permuted, n times."""
-    rows = [b[torch.randperm(len(b), generator=generator)] for _ in range(n)]
-    return agreement(torch.cat([overlap(a, row) for row in rows]), k)
+    orders = [torch.randperm(len(b), generator=generator) for _ in range(n)]
+    shared = torch.cat([overlap(a, b[order]) for order in orders])
+    return agreement(shared, k)
 
 
-def seen(passes, E):
-    """Mean number of different experts that a token meets in one layer over all passes (K, N, k)."""
-    return F.one_hot(passes, E).amax((0, 2)).sum(-1).float().mean().item()
+def compare_passes(choices, p, E, k):
+    """agreement of passes p and p + 1 of one layer, and experts_seen, the mean number of different experts that a token
+    meets there over all passes; choices (K, N, k)."""
+    shared = overlap(choices[p], choices[p + 1])
+    met = F.one_hot(choices, E).amax((0, 2))                                       # (N, E), 0 or 1
+    return {**agreement(shared, k), "experts_seen": met.sum(-1).float().mean().item()}
 
 
 def loss_change(loss, base, generator, n=2000):
     """Mean of loss - base (windows,) in nats and its 95% interval, from resampled windows."""
     change = (loss - base).double()
-    drawn = change[torch.randint(len(change), (n, len(change)), generator=generator)].mean(1)
-    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
+    samples = torch.randint(len(change), (n, len(change)), generator=generator)
+    means = change[samples].mean(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
     return {"nats": change.mean().item(), "low": low, "high": high}
 
 
 @torch.no_grad()
-def observe(model, batches, direct=None):
+def run_windows(model, batches, direct=None):
     """Loss of each window (windows,), and what the loop's routers chose (layer, pass, token, k)."""
-    cfg, losses, chosen = model.cfg, [], []
+    cfg = model.cfg
+    loop_slots = range(cfg.n_prelude, cfg.depth() - cfg.n_coda)
+    losses, chosen = [], []
     for x, y in batches:
         routing = Routing(direct)
         logits, _ = model(x, y, routing=routing)
-        losses.append(F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none").mean(1))
-        slots = torch.stack([routing.chosen[s] for s in range(cfg.n_prelude, cfg.depth() - cfg.n_coda)])
-        chosen.append(slots.view(cfg.n_loop, cfg.n_recur, -1, cfg.n_active))
+        nats = F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none")    # (B, T)
+        losses.append(nats.mean(1))
+        choices = torch.stack([routing.chosen[slot] for slot in loop_slots])
+        chosen.append(choices.view(cfg.n_loop, cfg.n_recur, -1, cfg.n_active))     # (pass, layer, B T, k)
     return torch.cat(losses).cpu(), torch.cat(chosen, 2).transpose(0, 1).cpu()
 
 
-def study(model, untrained, batches):
+def measure_routing(model, untrained, batches):
     """All numbers of the report, as plain Python."""
-    cfg, generator = model.cfg, torch.Generator().manual_seed(0)
-    E, k, first, behind = cfg.n_expert, cfg.n_active, cfg.n_prelude, cfg.n_prelude + cfg.n_recur
-
-    def looped_again(slot):                      # is this slot in pass 2 or later?
-        return behind <= slot < cfg.depth() - cfg.n_coda
-
-    def reuse(routing, slot, chosen):
-        return routing.chosen[first + (slot - first) % cfg.n_recur] if looped_again(slot) else chosen
-
-    def scramble(routing, slot, chosen):
-        return chosen[torch.randperm(len(chosen), generator=generator)] if looped_again(slot) else chosen
-
-    base, chosen = observe(model, batches)
-    fresh = observe(untrained, batches)[1]
+    cfg = model.cfg
+    E, k = cfg.n_expert, cfg.n_active
+    generator = torch.Generator().manual_seed(0)
+    # agreement of each pass with the next, layer by layer
+    base, chosen = run_windows(model, batches)
+    _, chosen_untrained = run_windows(untrained, batches)
     layers = []
-    for i, (mine, raw) in enumerate(zip(chosen, fresh)):
+    for i in range(cfg.n_recur):
         for p in range(cfg.n_loop - 1):
-            layers.append({"layer": i + 1, "passes": [p + 1, p + 2], **agreement(overlap(mine[p], mine[p + 1]), k),
-                           "experts_seen": seen(mine, E),
-                           "shuffled": shuffled_chance(mine[p], mine[p + 1], k, generator),
-                           "untrained": {**agreement(overlap(raw[p], raw[p + 1]), k), "experts_seen": seen(raw, E)}})
+            layers.append({"layer": i + 1, "passes": [p + 1, p + 2], **compare_passes(chosen[i], p, E, k),
+                           "shuffled": shuffled_chance(chosen[i, p], chosen[i, p + 1], k, generator),
+                           "untrained": compare_passes(chosen_untrained[i], p, E, k)})
     load = F.one_hot(chosen, E).float().mean((2, 3))                               # (layer, pass, E), sums to 1
+    # interventions: from pass 2 on, a token gets other experts than its router chose
+    later_slots = range(cfg.n_prelude + cfg.n_recur, cfg.depth() - cfg.n_coda)
+
+    def take_pass_1(routing, slot, own):         # those of the pass before, which has taken those of pass 1
+        return routing.chosen[slot - cfg.n_recur] if slot in later_slots else own
+
+    def take_other_token(routing, slot, own):
+        return own[torch.randperm(len(own), generator=generator)] if slot in later_slots else own
+    changes = {}
+    for name, direct in (("reuse_pass_1", take_pass_1), ("other_token", take_other_token)):
+        loss, _ = run_windows(model, batches, direct)
+        changes[name] = loss_change(loss, base, generator)
     return {"n_expert": E, "n_active": k, "n_loop": cfg.n_loop, "tokens": chosen.size(2), "windows": len(base),
             "loss": base.mean().item(), "uniform": uniform_chance(E, k), "layers": layers, "load": load.tolist(),
-            "reuse_pass_1": loss_change(observe(model, batches, reuse)[0], base, generator),
-            "other_token": loss_change(observe(model, batches, scramble)[0], base, generator)}
+            **changes}
 
 
-def report(r):
-    def line(name, a, rest=""):
-        print(f"{name:22s} {a['disjoint']:9.1%} {a['partial']:8.1%} {a['identical']:10.1%} {a['jaccard']:8.3f} {rest}")
-    print(f"{r['tokens']} tokens in {r['windows']} windows; {r['n_active']} of {r['n_expert']} experts, "
-          f"{r['n_loop']} passes; chance at the measured loads and the untrained model in brackets\n"
-          f"{'':22s} {'disjoint':>9s} {'partial':>8s} {'identical':>10s} {'Jaccard':>8s} {'(loads, untrained)':>18s} "
-          f"{'seen':>5s} {'max load':>8s}")
-    for a in r["layers"]:
-        load = max(max(r["load"][a["layer"] - 1][p - 1]) for p in a["passes"]) * r["n_expert"]
-        line(f"layer {a['layer']}, pass {a['passes'][0]} to {a['passes'][1]}", a,
-             f"   ({a['shuffled']['jaccard']:.3f}, {a['untrained']['jaccard']:.3f}) {a['experts_seen']:5.2f} "
-             f"{load:7.2f}x")
-    for name in ("shuffled", "untrained"):
-        mean = {key: sum(a[name][key] for a in r["layers"]) / len(r["layers"]) for key in r["uniform"]}
-        line({"shuffled": "chance, measured loads", "untrained": "untrained, all layers"}[name], mean)
-    line("chance, uniform", r["uniform"])
-    print(f"loss {r['loss']:.4f} nats/token; when every later pass takes")
-    for key, text in (("reuse_pass_1", "the experts of pass 1"), ("other_token", "those of another token")):
-        c = r[key]
-        print(f"  {text:24s} {c['nats']:+.4f} [{c['low']:+.4f}, {c['high']:+.4f}]")
+def print_routing(result):
+    def print_row(name, row, more=""):
+        shares = f"{row['disjoint']:9.1%} {row['partial']:8.1%} {row['identical']:10.1%}"
+        print(f"{name:22s} {shares} {row['jaccard']:8.3f} {more}")
+    layers = result["layers"]
+    print(f"{result['tokens']} tokens in {result['windows']} windows; {result['n_active']} of {result['n_expert']} "
+          f"experts, {result['n_loop']} passes; chance at the measured loads and the untrained model in brackets")
+    print("                        disjoint  partial  identical  Jaccard (loads, untrained)  seen max load")
+    for row in layers:
+        first, second = row["passes"]
+        load = result["load"][row["layer"] - 1]                                    # (pass, E)
+        top = max(load[first - 1] + load[second - 1]) * result["n_expert"]         # of both passes, in even shares
+        baselines = f"({row['shuffled']['jaccard']:.3f}, {row['untrained']['jaccard']:.3f})"
+        print_row(f"layer {row['layer']}, pass {first} to {second}", row,
+                  f"   {baselines} {row['experts_seen']:5.2f} {top:7.2f}x")
+    for key, name in (("shuffled", "chance, measured loads"), ("untrained", "untrained, all layers")):
+        mean = {head: sum(row[key][head] for row in layers) / len(layers) for head in result["uniform"]}
+        print_row(name, mean)
+    print_row("chance, uniform", result["uniform"])
+    print(f"loss {result['loss']:.4f} nats/token; when every later pass takes")
+    for key, name in (("reuse_pass_1", "the experts of pass 1"), ("other_token", "those of another token")):
+        change = result[key]
+        print(f"  {name:24s} {change['nats']:+.4f} [{change['low']:+.4f}, {change['high']:+.4f}]")
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = misused
-    parser.add_argument("--ckpt", required=True, help="run folder of train.py, or its ckpt.pt")
-    parser.add_argument("--tokens", type=int, default=65536, help="validation tokens to look at (default: 65536)")
-    parser.add_argument("--batch_size", type=int, default=8, help="windows at a time (default: 8)")
-    parser.add_argument("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
-    parser.add_argument("--trick", default="", help="file of the run's trick, if it is outside tricks/")
-    parser.add_argument("--out_dir", default="", help="folder for routing.png and routing.json (default: the run's)")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/routing.json")
-    a = parser.parse_args()
-    device = pick_device(a.device)
-    model, state = load_model(a.ckpt, device, a.trick)
+    add = parser.add_argument
+    add("--ckpt", required=True, help="run folder of train.py, or its ckpt.pt")
+    add("--tokens", type=int, default=65536, help="validation tokens to look at (default: 65536)")
+    add("--batch_size", type=int, default=8, help="windows at a time (default: 8)")
+    add("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    add("--trick", help="file of the run's trick, if it is outside tricks/")
+    add("--out_dir", help="folder for routing.png and routing.json (default: the run's)")
+    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/routing.json")
+    args = parser.parse_args(argv)
+    device = pick_device(args.device)
+    model, state = load_model(args.ckpt, device, args.trick)
     cfg = model.cfg
     if not cfg.n_expert or cfg.n_loop < 2:
-        stop(f"--ckpt={a.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but routing across passes needs "
-             f"experts and at least two passes: train one with --n_expert=8 --n_loop=2")
+        stop(f"--ckpt={args.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but this study needs experts and "
+             f"at least two passes; train such a model with --n_expert=8 --n_loop=2")
     for name, least in (("tokens", 1), ("batch_size", 1), ("threads", 0)):
-        if getattr(a, name) < least:
-            stop(f"--{name}={getattr(a, name)}: must be at least {least}")
-    if a.threads:
-        torch.set_num_threads(a.threads)
-    out = Path(a.out_dir) if a.out_dir else run_folder(a.ckpt)
-    target = Path(a.json) if a.json else out / "routing.json"
+        if getattr(args, name) < least:
+            stop(f"--{name}={getattr(args, name)}: must be at least {least}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    run = run_folder(args.ckpt)
+    out = Path(args.out_dir or run)
+    plot = out / "routing.png"
+    target = Path(args.json or out / "routing.json")
     check_writable("--out_dir or --json", out, target.parent)
-    x, y = even_windows(*data_of(state), "val", a.tokens, cfg.block_size)
-    batches = list(zip(x.to(device).split(a.batch_size), y.to(device).split(a.batch_size)))
+    x, y = even_windows(*data_of(state), "val", args.tokens, cfg.block_size)
+    batches = list(zip(x.to(device).split(args.batch_size), y.to(device).split(args.batch_size)))
     torch.manual_seed(state["args"]["seed"])     # the model as it was before its first step
     untrained = type(model)(cfg).to(device).eval()
-    result = {"ckpt": str(a.ckpt), "step": state["step"], **study(model, untrained, batches)}
-    report(result)
-    name = run_folder(a.ckpt).name
-    plot_routing(result, out / "routing.png", f"{name}: which experts a token takes in consecutive passes")
+    result = {"ckpt": str(args.ckpt), "step": state["step"], **measure_routing(model, untrained, batches)}
+    print_routing(result)
+    plot_routing(result, plot, f"{run.name}: which experts a token takes in consecutive passes")
     write_atomic(target, json.dumps(result, indent=1).encode())
-    print(f"wrote {target} and {out / 'routing.png'}")
+    print(f"wrote {target} and {plot}")
 
 
 if __name__ == "__main__":

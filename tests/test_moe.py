@@ -14,6 +14,7 @@ import moe
 import train as T
 from lib.checkpoint import load_model
 from model import Config, KVCache, LoopedLM
+from test_model import tokens
 from test_train import equal, interrupt_at, losses, rows, train, weights
 
 SMALL = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_loop=2, n_expert=4, inject="none")
@@ -33,10 +34,6 @@ def small(**kw):
 
 def mixtures(model):
     return [m for m in model.modules() if isinstance(m, moe.Mixture)]
-
-
-def tokens(B=2, T=12, seed=1):
-    return torch.randint(0, 100, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 # --- dispatch against a loop over tokens ---
@@ -81,9 +78,9 @@ def test_dispatch_equals_a_loop_over_tokens_in_value_and_gradient(k, kind):
                                    (moe.grouped, torch.float32, 1e-4)):
         if dispatch is moe.grouped and not hasattr(F, "grouped_mm"):
             continue
-        for mine, plain in zip(value_and_gradients(dispatch, chosen, dtype), expected, strict=True):
-            plain = torch.zeros_like(mine) if plain is None else plain.to(dtype)   # nobody chose it: zero, not None
-            torch.testing.assert_close(mine, plain, rtol=close, atol=close)
+        for actual, plain in zip(value_and_gradients(dispatch, chosen, dtype), expected, strict=True):
+            plain = torch.zeros_like(actual) if plain is None else plain.to(dtype)   # nobody chose it: zero, not None
+            torch.testing.assert_close(actual, plain, rtol=close, atol=close)
 
 
 def test_no_assignment_is_lost():
@@ -287,9 +284,9 @@ def test_groups_sum_to_numel_and_flops_agree_with_torchs_counter(variant):
     assert LoopedLM.flops_per_token(model.cfg) == LoopedLM.flops_per_token(dense)
     cfg = Config(vocab_size=512, block_size=64, n_embd=128, n_head=2, n_expert=8, n_recur=2, n_loop=2)
     model, x = LoopedLM(cfg), torch.randint(0, 512, (32, 64))
-    with FlopCounterMode(display=False) as counted:
+    with FlopCounterMode(display=False) as counter:
         model(x, x)[1]["loss"].backward()
-    assert counted.get_total_flops() / x.numel() == pytest.approx(LoopedLM.flops_per_token(cfg), rel=0.02)
+    assert counter.get_total_flops() / x.numel() == pytest.approx(LoopedLM.flops_per_token(cfg), rel=0.02)
 
 
 # --- decoding, saving, several processes ---
@@ -467,7 +464,7 @@ def test_reusing_the_first_pass_moves_the_choice_only():
     plain, forced = moe.Routing(), moe.Routing(lambda routing, slot, chosen: routing.chosen[slot - 2]
                                                if slot in (3, 4) else chosen)
     same = moe.Routing(lambda routing, slot, chosen: chosen.flip(-1))              # the same sets in another order
-    a, b, c = (model(x, x, routing=r)[0] for r in (plain, forced, same))
+    a, b, c = (model(x, x, routing=routing)[0] for routing in (plain, forced, same))
     assert all(torch.equal(plain.chosen[s], forced.chosen[s]) for s in (0, 1, 2))
     assert all(torch.equal(forced.chosen[s], forced.chosen[s - 2]) for s in (3, 4))
     assert not torch.allclose(a, b)

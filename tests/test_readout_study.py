@@ -1,7 +1,6 @@
 """readout_study.py: the lemmas, each diagnostic against plain arithmetic, the study end to end on a tiny corpus."""
 import json
 import math
-import shlex
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import readout_study as R
 import train as T
 from lib.checkpoint import data_of, load_model
 from model import Config, LoopedLM
+from test_model import tokens
 
 LOOP = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_prelude=0, n_coda=0, n_loop=3, inject="none",
             loop_norm=False)
@@ -24,10 +24,6 @@ def looped(**kw):
     return model.eval()
 
 
-def tokens(B=2, T=16, seed=1):
-    return torch.randint(0, 100, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
 # --- lemmas ---
 def some_states(n=50, D=24):
     g = torch.Generator().manual_seed(0)
@@ -37,8 +33,8 @@ def some_states(n=50, D=24):
 
 def test_visibility():
     h, weight, targets = some_states()
-    seen = {name: R.visibility(f, h, weight, targets) for name, f in R.readouts(0.0).items()}
-    assert seen["RMSNorm"].max() < 1e-10 and seen["LayerNorm"].max() < 1e-10 and seen["raw"].min() > 1e-4
+    cosine = {name: R.visibility(f, h, weight, targets) for name, f in R.readouts(0.0).items()}
+    assert cosine["RMSNorm"].max() < 1e-10 and cosine["LayerNorm"].max() < 1e-10 and cosine["raw"].min() > 1e-4
     unit, with_eps = h[:10] / h[:10].norm(dim=-1, keepdim=True), R.readouts(1e-4)["RMSNorm"]
     short, long = (R.visibility(with_eps, s * unit, weight, targets[:10]).mean() for s in (1, 10))
     assert short / long == pytest.approx(100, rel=0.1)     # what eps lets through falls with the square of the length
@@ -72,17 +68,17 @@ def test_first_order_residuals_fall_with_the_scale():
 def test_clamp_keeps_the_length_of_the_first_pass_and_leaves_it_unchanged():
     model, idx = looped(), tokens()
     free, _ = R.passes(model, idx, 4)
-    held, _ = R.passes(model, idx, 4, clamp=True)
-    torch.testing.assert_close(held[0], free[0], rtol=0, atol=0)
-    for h in held[1:]:
-        torch.testing.assert_close(h.norm(dim=-1), held[0].norm(dim=-1))
-    assert not torch.allclose(held[-1], free[-1])
+    clamped, _ = R.passes(model, idx, 4, clamp=True)
+    torch.testing.assert_close(clamped[0], free[0], rtol=0, atol=0)
+    for h in clamped[1:]:
+        torch.testing.assert_close(h.norm(dim=-1), clamped[0].norm(dim=-1))
+    assert not torch.allclose(clamped[-1], free[-1])
 
 
 def test_clamp_is_the_identity_where_the_length_does_not_grow():
     model, idx = looped(loop_norm=True), tokens()
-    for free, held in zip(R.passes(model, idx, 4)[0], R.passes(model, idx, 4, clamp=True)[0]):
-        torch.testing.assert_close(held, free, rtol=1e-4, atol=1e-5)
+    for free, clamped in zip(R.passes(model, idx, 4)[0], R.passes(model, idx, 4, clamp=True)[0]):
+        torch.testing.assert_close(clamped, free, rtol=1e-4, atol=1e-5)
 
 
 def test_update_splits_into_radial_and_orthogonal():
@@ -103,11 +99,11 @@ def test_radial_share_sees_the_length_through_a_raw_readout_only(readout, visibl
     model, x, y = looped(readout=readout).double(), tokens(), tokens(seed=2)
     model.table = model.table.double()
     states, context = R.passes(model, x, 3)
-    first, last = (R.radial_share(model, states, context, y, k, 3) for k in (0, 2))
-    for r, seen in ((first, visible if visible is not None else True), (last, bool(visible))):
-        assert (r["per_token"] > 0.2 * r["chance_per_token"]) == seen and (abs(r["g"]) > 1e-3) == seen
-    drawn = F.cosine_similarity(torch.randn(20000, 32), torch.randn(20000, 32)).abs().mean().item()
-    assert first["chance_per_token"] == pytest.approx(drawn, rel=0.05)
+    first, last = (R.radial_share(model, states, context, y, k) for k in (0, 2))
+    for share, sees in ((first, visible if visible is not None else True), (last, bool(visible))):
+        assert (share["per_token"] > 0.2 * share["chance_per_token"]) == sees and (abs(share["g"]) > 1e-3) == sees
+    chance = F.cosine_similarity(torch.randn(20000, 32), torch.randn(20000, 32)).abs().mean().item()
+    assert first["chance_per_token"] == pytest.approx(chance, rel=0.05)
 
 
 def test_tail_index_of_known_tails():
@@ -161,15 +157,15 @@ def test_diagnosis_of_a_run(tiny, tmp_path):
     """Losses at K equal an n_loop = K evaluation, norms and throughput have one entry for each pass."""
     T.train(*T.parse(tiny("--loss=per_loop", "--n_prelude=0", "--n_coda=0", "--inject=none", "--loop_norm=false",
                           "--n_loop=2")))
-    found = R.diagnose(tmp_path / "run", 640)
-    assert len(found["ce"]) == len(found["norm"]) == len(found["tok_per_s"]) == 4 and len(found["radial"]) == 2
+    diagnosis = R.diagnose(tmp_path / "run", 640)
+    assert all(len(diagnosis[key]) == n for key, n in (("ce", 4), ("norm", 4), ("tok_per_s", 4), ("radial", 2)))
     model, state = load_model(tmp_path / "run")
     folder, meta = data_of(state)
     x, y = R.even_windows(folder, meta, "val", 640, 32)
     with torch.no_grad():
-        for k, ce in enumerate(found["ce"], 1):
+        for k, ce in enumerate(diagnosis["ce"], 1):
             assert ce == pytest.approx(model(x, y, n_loop=k)[1]["ce"].item(), rel=1e-4)
         lengths = model(x, y)[1]["norm"]
-    assert found["norm"][1]["mean"] == pytest.approx(lengths[1].item(), rel=1e-4)
-    assert found["radial"][1]["per_token"] < 1e-5
-    json.dumps(found)
+    assert diagnosis["norm"][1]["mean"] == pytest.approx(lengths[1].item(), rel=1e-4)
+    assert diagnosis["radial"][1]["per_token"] < 1e-5
+    json.dumps(diagnosis)

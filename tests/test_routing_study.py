@@ -1,7 +1,6 @@
 """routing_study.py: agreement of passes against counting sets, chance against its formula, the whole study."""
 import json
 import statistics
-import sys
 
 import pytest
 import torch
@@ -17,12 +16,13 @@ def test_agreement_against_counting_sets():
     torch.manual_seed(0)
     a, b = choices("all", 3, 8, 200), choices("all", 3, 8, 200)
     sets = [(set(p), set(q)) for p, q in zip(a.tolist(), b.tolist())]
-    found = routing_study.agreement(routing_study.overlap(a, b), 3)
-    assert found["identical"] == pytest.approx(sum(p == q for p, q in sets) / 200)
-    assert found["disjoint"] == pytest.approx(sum(not p & q for p, q in sets) / 200)
-    assert found["jaccard"] == pytest.approx(statistics.mean(len(p & q) / len(p | q) for p, q in sets))
-    assert found["identical"] + found["partial"] + found["disjoint"] == pytest.approx(1)
-    assert routing_study.seen(torch.stack([a, b]), 8) == pytest.approx(statistics.mean(len(p | q) for p, q in sets))
+    shares = routing_study.agreement(routing_study.overlap(a, b), 3)
+    assert shares["identical"] == pytest.approx(sum(p == q for p, q in sets) / 200)
+    assert shares["disjoint"] == pytest.approx(sum(not p & q for p, q in sets) / 200)
+    assert shares["jaccard"] == pytest.approx(statistics.mean(len(p & q) / len(p | q) for p, q in sets))
+    assert shares["identical"] + shares["partial"] + shares["disjoint"] == pytest.approx(1)
+    both = routing_study.compare_passes(torch.stack([a, b]), 0, 8, 3)
+    assert both == {**shares, "experts_seen": pytest.approx(statistics.mean(len(p | q) for p, q in sets))}
 
 
 def test_chance_baselines():
@@ -40,36 +40,30 @@ def test_chance_baselines():
     assert routing_study.shuffled_chance(a, b, 2, generator)["identical"] == pytest.approx(1)
 
 
-def study(monkeypatch, capsys, *flags):
-    """What routing_study.py prints, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["routing_study.py", *map(str, flags)])
-    routing_study.main()
-    return capsys.readouterr().out
-
-
-def test_study_of_a_run(monkeypatch, capsys, tiny, tmp_path):
+def test_study_of_a_run(capsys, tiny, tmp_path):
     train(tiny("--n_expert=8", "--n_recur=2", "--n_loop=3", "--inject=none"))
-    out = study(monkeypatch, capsys, f"--ckpt={tmp_path / 'run'}", f"--out_dir={tmp_path / 'study'}", "--tokens=1024")
+    routing_study.main([f"--ckpt={tmp_path / 'run'}", f"--out_dir={tmp_path / 'study'}", "--tokens=1024"])
+    out = capsys.readouterr().out
     assert "chance, uniform" in out and "untrained" in out and "the experts of pass 1" in out
     assert (tmp_path / "study" / "routing.png").stat().st_size > 10_000
-    found = json.loads((tmp_path / "study" / "routing.json").read_text())
-    assert found["tokens"] == 1024 and len(found["layers"]) == 2 * 2
-    assert all(sum(load) == pytest.approx(1) for layer in found["load"] for load in layer)
-    for layer in found["layers"]:
+    result = json.loads((tmp_path / "study" / "routing.json").read_text())
+    assert result["tokens"] == 1024 and len(result["layers"]) == 2 * 2
+    assert all(sum(load) == pytest.approx(1) for layer in result["load"] for load in layer)
+    for layer in result["layers"]:
         assert 0 <= layer["jaccard"] <= 1 and 2 <= layer["experts_seen"] <= 8
     for key in ("reuse_pass_1", "other_token"):
-        assert found[key]["low"] <= found[key]["nats"] <= found[key]["high"]
-    assert found["reuse_pass_1"]["nats"] != 0
+        assert result[key]["low"] <= result[key]["nats"] <= result[key]["high"]
+    assert result["reuse_pass_1"]["nats"] != 0
     model, _ = load_model(tmp_path / "run")              # the loss is that of the plain model
     folder, meta = T.open_data(T.parse(tiny())[0])
     lengths = T.token_bytes(T.load_tokenizer(folder))
-    assert found["loss"] == pytest.approx(T.evaluate(model, folder, meta, 1024, 8, lengths)["loss"], abs=1e-5)
+    assert result["loss"] == pytest.approx(T.evaluate(model, folder, meta, 1024, 8, lengths)["loss"], abs=1e-5)
 
 
-def test_study_refuses_what_has_no_experts_or_no_passes(monkeypatch, capsys, tiny, tmp_path):
+def test_study_refuses_what_has_no_experts_or_no_passes(capsys, tiny, tmp_path):
     for name, flags in (("dense", []), ("once", ["--n_expert=4", "--n_loop=1", "--inject=none"])):
         train(tiny("--max_steps=1", *flags, out=name))
         with pytest.raises(SystemExit) as e:
-            study(monkeypatch, capsys, f"--ckpt={tmp_path / name}")
+            routing_study.main([f"--ckpt={tmp_path / name}"])
         err = capsys.readouterr().err
         assert e.value.code == 2 and "needs experts" in err and err.count("\n") == 1
