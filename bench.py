@@ -19,7 +19,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ import torch
 import moe
 from lib.console import misused, stop
 from lib.flags import config_of, flops_of, parse
-from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
+from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype, read_clock
 from lib.ops import Linear
 from lib.optim import make_optimizers
 from lib.tricks import model_class
@@ -151,11 +150,9 @@ def feed_forward(spec):
 def timed(work, device):
     """A function that does the work once and returns its seconds."""
     def measure():
-        start = time.perf_counter()
+        start = read_clock(device)
         work()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return read_clock(device) - start
     return measure
 
 

@@ -18,7 +18,6 @@ Shapes: B windows, T positions, D width, K passes, N = B T tokens; s = |h| / sqr
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from lib.checkpoint import check_same_run, data_of, load_model
 from lib.console import duration, misused, progress, stop
 from lib.files import ROOT, check_writable, read_json, write_atomic
 from lib.flags import PRESETS, parse
-from lib.machine import pick_device
+from lib.machine import default_jobs, pick_device, read_clock
 from lib.plots import plot_readout
 from model import Config, LoopedLM
 
@@ -228,10 +227,10 @@ def throughput(model, idx, n_loop):
     """Tokens per second of a forward pass with one readout, the best of three."""
     best = math.inf
     for _ in range(3):
-        start = time.perf_counter()
+        start = read_clock(idx.device)
         states, context = passes(model, idx, n_loop)
         model.logits(states[-1], context, n_loop)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, read_clock(idx.device) - start)
     return idx.numel() / best
 
 
@@ -239,6 +238,7 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
     """Everything the study says of one run, as plain numbers."""
     model, state = load_model(ckpt, device, trick)
     K, T = model.cfg.n_loop, model.cfg.block_size
+    followed = BEYOND * K if K > 1 else 1        # a model of one pass has never seen what a second makes of its state
     folder, meta = data_of(state)
     tokenizer = load_tokenizer(folder)
     x, y = even_windows(folder, meta, "val", max(n_tokens, T), T)
@@ -247,9 +247,9 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
     # follow the state through every batch
     ce, lengths, updates, clamps = [], [], [], []
     with torch.no_grad():
-        speed = [throughput(model, batches[0][0], k) for k in range(1, BEYOND * K + 1)]
+        speed = [throughput(model, batches[0][0], k) for k in range(1, followed + 1)]
         for idx, targets in batches:
-            states, context = passes(model, idx, BEYOND * K)
+            states, context = passes(model, idx, followed)
             ce.append([readout_loss(model, h, context, k, targets).item() for k, h in enumerate(states, 1)])
             clamps.append(clamp_effect(model, idx, targets, states[K - 1]))
             states = [h.flatten(0, 1).float() for h in states]                     # (N, D)
@@ -358,18 +358,23 @@ TABLES = {  # title: columns, each (head, name in table_numbers, format of the m
 
 
 def table_numbers(diagnosis):
-    """The numbers of one diagnosis by name: those of pass n_loop, where the name says no other."""
+    """The numbers of one diagnosis by name: those of pass n_loop, where the name says no other. A model of one pass
+    lacks those of a second."""
     last, ce = diagnosis["n_loop"] - 1, diagnosis["ce"]
-    return {**diagnosis["norm"][last], **diagnosis["radial"][last], **diagnosis["update"][last - 1],
-            **diagnosis["clamp"], "length_1": diagnosis["norm"][0]["mean"], "ce_1": ce[0], "ce_2": ce[1],
-            "ce_K": ce[last], "ce_2K": ce[2 * last + 1], "gain": ce[0] - ce[last]}
+    numbers = {**diagnosis["norm"][last], **diagnosis["radial"][last], **diagnosis["clamp"], "ce_1": ce[0],
+               "length_1": diagnosis["norm"][0]["mean"], "ce_K": ce[last], "gain": ce[0] - ce[last]}
+    if last:
+        numbers.update(diagnosis["update"][last - 1], ce_2=ce[1], ce_2K=ce[2 * last + 1])
+    return numbers
 
 
 def over_seeds(diagnoses, name):
-    return [table_numbers(d)[name] for d in diagnoses]
+    return [table_numbers(d).get(name, math.nan) for d in diagnoses]
 
 
 def show(values, spec):
+    if np.isnan(values).all():
+        return "-"
     if spec != "+-":
         return f"{np.mean(values):{spec}}"
     sd = f" +- {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
@@ -469,7 +474,7 @@ def main(argv=None):
     add("--plan", action="store_true", help="print the train.py commands and exit")
     add("--quick", action="store_true", help="D 32 and 60 steps: shows what the study does, not what it finds")
     add("--seeds", nargs="+", type=int, help="default: 42 101 202")
-    add("--jobs", type=int, default=0, help="runs at a time (default: one per core)")
+    add("--jobs", type=int, default=0, help="runs at a time (default: one per core; on a GPU one)")
     add("--tokens", type=int, help="validation tokens of the diagnostics (default: 20480, with --quick 4096)")
     add("--threads", type=int, default=0, help="CPU threads of the diagnostics; 0: one per core")
     add("--device", help="of the diagnostics: cuda, mps or cpu (default: the first that is there)")
@@ -507,7 +512,7 @@ def main(argv=None):
     target, plot = Path(args.json or out.with_suffix(".json")), out.with_suffix(".png")
     check_writable("--out_dir or --json", out.parent, target.parent)
     open_data(train_args)                        # all runs have the same
-    train_all(list(runs.values()), args.jobs or os.cpu_count())
+    train_all(list(runs.values()), args.jobs or default_jobs())
     cells, folders = {}, {}
     for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items(), 1):
         progress(f"diagnosing {folder.name}, {i} of {len(runs)}", False)

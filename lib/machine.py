@@ -1,5 +1,7 @@
 """What the machine can do: its device, its precision, its peak, and the memory of its C library."""
 import ctypes
+import os
+import time
 
 import torch
 
@@ -42,6 +44,20 @@ def pick_dtype(device, name=""):
         probe = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         has_bf16 = device == "cpu" and probe()
     return "bfloat16" if has_bf16 else "float32"
+
+
+def read_clock(device):
+    """Seconds, once the work given to the device so far is done: a GPU runs behind the program that feeds it."""
+    if str(device).startswith("cuda"):
+        torch.cuda.synchronize(device)
+    elif str(device).startswith("mps"):
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def default_jobs():
+    """Runs side by side on this machine: one per core, or one where they would share a GPU."""
+    return (os.cpu_count() or 1) if pick_device() == "cpu" else 1
 
 
 def peak_flops(peak_tflops, device):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import readout_study as R
 import train as T
+from lib import machine
 from lib.checkpoint import data_of, load_model
 from model import Config, LoopedLM
 from test_model import tokens
@@ -169,3 +170,31 @@ def test_diagnosis_of_a_run(tiny, tmp_path):
     assert diagnosis["norm"][1]["mean"] == pytest.approx(lengths[1].item(), rel=1e-4)
     assert diagnosis["radial"][1]["per_token"] < 1e-5
     json.dumps(diagnosis)
+
+
+def test_a_model_of_one_pass_has_no_second(tiny, tmp_path, capsys):
+    """Nothing is said of a pass that was never trained."""
+    T.train(*T.parse(tiny("--n_loop=1", "--max_steps=1")))
+    diagnosis = R.diagnose(tmp_path / "run", 256)
+    assert diagnosis["update"] == [] and len(diagnosis["ce"]) == len(diagnosis["norm"]) == 1
+    R.main([f"--ckpt={tmp_path / 'run'}", "--tokens=256"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("run") and " -" in line)
+    assert "nan" not in row
+
+
+def test_speed_is_read_when_the_device_is_done(monkeypatch):
+    """Stand-in for a GPU: a clock is read after it is waited for, before and after the work."""
+    events = []
+    monkeypatch.setattr(machine.torch.cuda, "synchronize", lambda device: events.append("wait"))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: events.append("read") or float(len(events)))
+    assert machine.read_clock("cuda:0") == 2 and machine.read_clock(torch.device("cuda")) == 4
+    assert events == ["wait", "read"] * 2
+    machine.read_clock("cpu")
+    assert events[4:] == ["read"]
+
+
+def test_one_gpu_gets_one_run_at_a_time(monkeypatch):
+    monkeypatch.setattr(machine, "pick_device", lambda: "cuda")
+    assert machine.default_jobs() == 1
+    monkeypatch.setattr(machine, "pick_device", lambda: "cpu")
+    assert machine.default_jobs() == machine.os.cpu_count()
