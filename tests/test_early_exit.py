@@ -45,7 +45,7 @@ def policies(model):
 def middle_tau(model, criterion="entropy"):
     """A tau below which half the tokens are at the last exit point."""
     x = tokens(8, seed=9)                                      # other tokens than the tests use: no ties with tau
-    values = X.observe(model, [(x, x)])[criterion]
+    values = X.score_exit_points(model, [(x, x)])[criterion]
     return values[-1].quantile(0.5).item()
 
 
@@ -135,7 +135,7 @@ def test_readout_final_exits_as_it_was_trained():
     """Its earlier passes are read raw in training, so an exit reads raw, too."""
     model, x = small(**PLAIN, readout="final"), tokens(2)
     nats, _ = E.score_by_step(model, x, x, E.exit_below("entropy", math.inf))
-    ce = X.observe(model, [(x, x)])["ce"]
+    ce = X.score_exit_points(model, [(x, x)])["ce"]
     with torch.no_grad():
         trained = model(x, x, loss="per_loop")[1]["ce"]
     torch.testing.assert_close(nats.mean(), trained[0], rtol=1e-4, atol=1e-4)
@@ -239,7 +239,7 @@ def test_scorers_equal_teacher_forcing_when_no_token_exits(variant):
     for scorer in scorers:
         nats, depth = scorer(model, x, y, E.exit_below("entropy", 0.0))
         torch.testing.assert_close(nats, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(X.observe(model, [(x, y)])["ce"][-1].view(x.shape), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(X.score_exit_points(model, [(x, y)])["ce"][-1].view(x.shape), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.get("n_coda", 1)])
@@ -320,7 +320,7 @@ def test_costs_agree_with_the_counter_of_torch(variant):
 
 def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
     model, x = small(**PLAIN), tokens(16)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model)
+    seen, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
     before = -math.inf
     for tau in (0.0, *seen["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
         depth = X.first_below(seen["entropy"], tau)
@@ -337,7 +337,7 @@ def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
 # --- frontier ---
 def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model)
+    seen, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
     for way in ("layers", "charged"):
         def saving(depth):
             return E.saved(c, depth, True)[way]
@@ -348,18 +348,19 @@ def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
 
 def test_baselines_cost_what_the_exits_cost():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model)
+    seen, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
     depth = X.first_below(seen["entropy"], middle_tau(model))
     for way in ("layers", "charged"):
-        mine = E.saved(c, depth, True)[way]
-        q = X.dealt(c, depth, True, way, "reuse")
-        random = q * E.saved(c, depth, False)[way]
-        assert random == pytest.approx(max(mine, 0), abs=1e-9) and 0 <= q <= 1 and (q == 1) == (way == "layers")
+        saving = E.saved(c, depth, True)
+        chance = X.exit_chance(c, depth, saving, way, "reuse")
+        random = chance * E.saved(c, depth, False)[way]
+        assert random == pytest.approx(max(saving[way], 0), abs=1e-9)
+        assert 0 <= chance <= 1 and (chance == 1) == (way == "layers")
         fixed = [E.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
-        ramp = torch.tensor(fixed)[:, None]                   # nats equal to the saving: the chord must return it
         for saving in (0.0, 0.1, 0.4, fixed[0]):
-            assert X.fixed_at(fixed, ramp, saving).item() == pytest.approx(saving, abs=1e-6)
-        assert X.fixed_at(fixed, ramp, -0.1).item() == 0
+            d, share = X.neighbours(fixed, saving)            # one number of passes for a share of the windows, or the next
+            assert share * fixed[d - 1] + (1 - share) * fixed[d] == pytest.approx(saving, abs=1e-6)
+        assert X.neighbours(fixed, -0.1) == (2, 0)
 
 
 def test_intervals_resample_documents():
@@ -377,7 +378,7 @@ def test_intervals_resample_documents():
 def test_schedule_claims_what_was_asked():
     c = E.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
     for target in (0.1, 0.3, 0.5):
-        depth = X.schedule(c, 1000, target, True)
+        depth = X.plan_depths(c, 1000, target, True)
         assert E.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
         each, count = depth.unique(return_counts=True)
         assert len(each) == 2 and each[1] == each[0] + 1
