@@ -7,10 +7,9 @@ Early exits: let a token leave the loop as soon as its prediction is certain, an
     python early_exit.py --ckpt out/x --prompt "The state" --exit_tau 2        # generate, with and without exits
     python early_exit.py --ckpt out/x --force_saved 30 50      # time of a schedule of exits that saves these FLOPs
 
-exits.py has the mechanism: criteria, cache policies (full, copy, reuse), cost, generation. Here tokens of known text
-are scored: with keys and values of the full depth, as the paper does, and as generation works, one position at a time;
-tau comes from validation text, everything else from test text. Every point of a frontier is compared with a fixed
-smaller depth and with random exits at the same saving. Arithmetic is fp32.
+exits.py has the mechanism. Here tokens of known text are scored: with keys and values of the full depth, as the paper
+does, and as generation works. tau comes from validation text, everything else from test text. Every point is compared
+with a fixed smaller depth and with random exits that save the same FLOPs. Arithmetic is fp32.
 
 Shapes: B rows, T positions, S exit points, the last of which is the whole model, N tokens.
 """
@@ -38,13 +37,14 @@ from lib.plots import plot_frontier
 from model import KVCache
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
+INTERVAL = "{nats:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 # --- teacher forcing: every exit point of every token at once ---
 def layer_states(model, idx, context):
-    """What would be read after every effective layer but the coda's if the loop ended there: tokens idx (B, T) to
-    [state (B, T, D), ...]."""
-    cfg, x, states = model.cfg, model.embed(idx), []
+    """What is read after each layer but the coda's if the loop ends there: idx (B, T) to [state (B, T, D), ...]."""
+    cfg, states = model.cfg, []
+    x = model.embed(idx)
     for i, block in enumerate(model.prelude):
         x = block(x, context, i)
         states.append(norm(x) if cfg.loop_norm else x)
@@ -64,7 +64,7 @@ def is_exit_point(cfg, layer):
 
 
 def score_layers(model, x, y):
-    """score_exit_points for one batch x, y (B, T), with "layers" (L, 3) summed over the rows."""
+    """score_exit_points for one batch x, y (B, T); "layers" (L, 3) is summed over the rows."""
     context = model.context(x, model.cfg.n_loop, None)
     states = layer_states(model, x, context)
     S = n_stages(model.cfg)
@@ -76,16 +76,14 @@ def score_layers(model, x, y):
         logits = read(model, S - 1 if last else 0, state, context)
         logp = logits.float().log_softmax(-1).flatten(0, 1)                        # (N, V)
         divergence = jsd(logp, final.flatten(0, 1))
-        settled = (divergence < 0.5).float()
-        means = [divergence.mean(), settled.mean(), F.nll_loss(logp, y.flatten())]
+        means = [divergence.mean(), (divergence < 0.5).float().mean(), F.nll_loss(logp, y.flatten())]
         scores["layers"].append(torch.stack(means) * len(x))
         if not is_exit_point(model.cfg, layer):
             continue
         scores["ce"].append(F.nll_loss(logp, y.flatten(), reduction="none"))
         scores["agree"].append((logits.argmax(-1) == final.argmax(-1)).flatten())
         for name in CRITERIA if not last else ():
-            score = doubt(name, logits, earlier, state, before)
-            scores[name].append(score.flatten())
+            scores[name].append(doubt(name, logits, earlier, state, before).flatten())
         earlier, before = logits, state
     return {name: torch.stack(values).cpu() for name, values in scores.items()}
 
@@ -106,14 +104,16 @@ def score_exit_points(model, batches, label=""):
 
 def first_below(score, tau):
     """Exit depth (N,), 1 .. S, of scores (S - 1, N): the first below tau, else S."""
-    below = torch.cat([score < tau, torch.ones_like(score[:1], dtype=torch.bool)])
+    below = F.pad(score < tau, (0, 0, 0, 1), value=True)
     return below.int().argmax(0) + 1
 
 
 def calibrate(score, target, saving):
     """The tau at which saving(depth) reaches the target, by bisection; None where none does."""
-    finite = score[score.isfinite()]             # of two passes, kl has no score at all
-    low, high = 0.0, finite.max().item() * 1.001 + 1e-9 if len(finite) else 0.0
+    finite = score[score.isfinite()]
+    low, high = 0.0, 0.0
+    if len(finite):                              # of two passes, kl has no score at all
+        high = finite.max().item() * 1.001 + 1e-9
     if saving(first_below(score, high)) < target:
         return None
     for _ in range(50):
@@ -140,20 +140,21 @@ class Bootstrap:
     than 10 documents), 2,000 times, the same draws for all, so that differences are paired."""
 
     def __init__(self, document, T, n=2000):
-        self.unit = "documents" if len(document.unique()) >= 10 else "windows"
-        group = document if self.unit == "documents" else torch.arange(len(document))
+        enough = len(document.unique()) >= 10
+        self.unit = "documents" if enough else "windows"
+        group = document if enough else torch.arange(len(document))
         self.group = group.unique(return_inverse=True)[1].repeat_interleave(T)             # (N,)
         self.groups = int(self.group.max()) + 1
         draws = torch.randint(self.groups, (n, self.groups), generator=torch.Generator().manual_seed(0))
         self.counts = torch.zeros(n, self.groups, dtype=torch.double)
         self.counts.scatter_add_(1, draws, torch.ones_like(self.counts))
-        self.size = self.total(torch.ones(len(self.group)))
+        self.sizes = self.counts @ self.total(torch.ones(len(self.group)))
 
-    def total(self, values):
+    def total(self, values):                     # (N,) to the sums of the groups
         return torch.zeros(self.groups, dtype=torch.double).index_add(0, self.group, values.double())
 
     def __call__(self, values):
-        means = (self.counts @ self.total(values)) / (self.counts @ self.size)
+        means = self.counts @ self.total(values) / self.sizes
         low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
         return {"nats": values.double().mean().item(), "low": low, "high": high}
 
@@ -179,31 +180,34 @@ def savings_by_depth(c, way, tests=False, kv="reuse"):
 
 
 def neighbours(savings, saving):
-    """(d, share): a share of the tokens with d stages and the rest with d + 1 save this much. savings: what 1 .. S
-    stages save, falling."""
-    for d in range(1, len(savings)):
-        more, less = savings[d - 1], savings[d]
-        if saving >= less:
-            return d, min(1.0, (saving - less) / (more - less))
-    return len(savings) - 1, 0.0
+    """(d, share): to save this, a share of the tokens takes d stages, the rest d + 1. savings: of 1 .. S stages."""
+    d, saving = 1, max(saving, savings[-1])
+    while saving < savings[d]:
+        d += 1
+    more, less = savings[d - 1], savings[d]
+    return d, min(1.0, (saving - less) / (more - less))
 
 
 def exit_chance(c, depth, saving, way, kv):
     """Random exits take the depths (N,) with this chance, else all stages, so that they save what the exits save: 1
     when counted by layers, less when charged, since random exits need no tests."""
     at_chance_1 = saved(c, depth, False, kv)[way]
-    return max(0.0, min(1.0, saving[way] / at_chance_1)) if at_chance_1 > 0 else 0.0
+    if at_chance_1 <= 0:
+        return 0.0
+    return max(0.0, min(1.0, saving[way] / at_chance_1))
 
 
 def measure_point(test, depth, nats, random, saving, way):
-    """One point of a frontier: exits at depth (N,) save saving and have nats (N,), random exits that save as much have
-    nats random (N,)."""
-    c, ce, interval = test.costs, test.scores["ce"], test.interval
+    """One point of a frontier. Exits at depth (N,) save saving and have nats (N,); random (N,) are the nats of random
+    exits that save as much."""
+    c, interval = test.costs, test.interval
+    ce = test.scores["ce"]
+    full = ce[-1]
     d, share = neighbours(savings_by_depth(c, way), saving[way])
     fixed = share * ce[d - 1] + (1 - share) * ce[d]
-    return {"saved": saving, "depth": depth.double().mean().item(),
-            **in_units(nats.double().mean().item(), test.bytes_per_token), "lost": interval(nats - ce[-1]),
-            "random": interval(random - ce[-1]), "fixed": interval(fixed - ce[-1]),
+    mean = nats.double().mean().item()
+    return {"saved": saving, "depth": depth.double().mean().item(), **in_units(mean, test.bytes_per_token),
+            "lost": interval(nats - full), "random": interval(random - full), "fixed": interval(fixed - full),
             "vs_random": interval(nats - random), "vs_fixed": interval(nats - fixed),
             "exits": (depth < c.stages).double().mean().item()}
 
@@ -211,19 +215,22 @@ def measure_point(test, depth, nats, random, saving, way):
 def trace_frontier(test, calibration, criterion, way):
     """Points at SAVED: tau from the scores of the calibration tokens, everything else from the test tokens, full keys
     and values, which cost what those of reuse do: nothing."""
-    c, ce, tests, points = test.costs, test.scores["ce"], CRITERIA[criterion], []
+    c, points = test.costs, []
+    ce = test.scores["ce"]
+    tests = CRITERIA[criterion]
     for target in SAVED:
         tau = calibrate(calibration[criterion], target, lambda depth: saved(c, depth, tests)[way])
         point = {"target": target, "tau": tau}
-        if tau is not None:
-            depth = first_below(test.scores[criterion], tau)
-            nats = ce.gather(0, depth[None] - 1)[0]
-            saving = saved(c, depth, tests)
-            chance = exit_chance(c, depth, saving, way, "reuse")
-            share = torch.bincount(depth - 1, minlength=len(ce)) / len(depth)      # of each depth (S,)
-            random = chance * (share[:, None] * ce).sum(0) + (1 - chance) * ce[-1]         # its expectation, no draw
-            point.update(measure_point(test, depth, nats, random, saving, way))
         points.append(point)
+        if tau is None:
+            continue
+        depth = first_below(test.scores[criterion], tau)
+        nats = ce.gather(0, depth[None] - 1)[0]
+        saving = saved(c, depth, tests)
+        chance = exit_chance(c, depth, saving, way, "reuse")
+        share = torch.bincount(depth - 1, minlength=len(ce)) / len(depth)          # of each depth (S,)
+        random = chance * (share[:, None] * ce).sum(0) + (1 - chance) * ce[-1]     # its expectation, no draw needed
+        point.update(measure_point(test, depth, nats, random, saving, way))
     return points
 
 
@@ -231,8 +238,7 @@ def score_batches(model, batches, rules, kv):
     """Nats and depths (N,) of batches, each with its rule of exit, scored as generation works."""
     score = score_by_step if model.cfg.n_coda else score_at_once
     parts = [score(model, x, y, rule, kv) for (x, y), rule in zip(batches, rules)]
-    nats, depths = zip(*parts)
-    return torch.cat(nats).cpu().flatten(), torch.cat(depths).cpu().flatten()
+    return [torch.cat(values).cpu().flatten() for values in zip(*parts)]
 
 
 def score_policy(model, test, point, criterion, kv, generator):
@@ -255,28 +261,32 @@ def score_policy(model, test, point, criterion, kv, generator):
 def measure_run(name, model, folder, meta, a):
     """All numbers of one run, as plain Python."""
     cfg, c, device = model.cfg, costs(model), model.table.device
-    texts = [load_windows(folder, meta, split, a.tokens, cfg.block_size) for split in ("val", "test")]
-    scores = []
-    for split, (x, y, document) in zip(("val", "test"), texts):
-        batches = list(zip(x.to(device).split(a.batch_size), y.to(device).split(a.batch_size)))
-        scores.append(score_exit_points(model, batches, f"{name}: {split}"))
-    # From here on x, y, document and batches are those of the test text.
+    texts = {split: load_windows(folder, meta, split, a.tokens, cfg.block_size) for split in ("val", "test")}
+    scores = {}
+    for split, (x, y, document) in texts.items():
+        inputs = x.to(device).split(a.batch_size)
+        targets = y.to(device).split(a.batch_size)
+        batches = list(zip(inputs, targets))
+        scores[split] = score_exit_points(model, batches, f"{name}: {split}")
+    # From here on y, document and batches are those of the test text.
     lengths = token_bytes(load_tokenizer(folder))
     bytes_per_token = lengths[y.numpy()].sum().item() / y.numel()
-    test = TestText(batches, scores[1], Bootstrap(document, cfg.block_size), bytes_per_token, c)
+    interval = Bootstrap(document, cfg.block_size)
+    test = TestText(batches, scores["test"], interval, bytes_per_token, c)
     layers, fixed, frontier, policies = [], [], {}, {}
     for i, (divergence, share, nats) in enumerate(test.scores["layers"]):
         layers.append({"layer": i + 1, "jsd": divergence, "below_half": share, "nats": nats,
                        "boundary": is_exit_point(cfg, i)})
     ce, agree = test.scores["ce"], test.scores["agree"]
     for d, nats in enumerate(ce.double().mean(1).tolist(), 1):
-        fixed.append({"stages": d, "saved": saved(c, torch.tensor([d]), False), **in_units(nats, bytes_per_token)})
-    # The oracle exits where the likeliest token is the final one for the first time; the last exit point always agrees.
+        saving = saved(c, torch.tensor([d]), False)
+        fixed.append({"stages": d, "saved": saving, **in_units(nats, bytes_per_token)})
+    # The oracle exits as soon as the likeliest token is the final one; the last exit point always agrees with itself.
     depth = agree.int().argmax(0) + 1
     nats = ce.gather(0, depth[None] - 1)[0]
     oracle = measure_point(test, depth, nats, ce[-1], saved(c, depth, False), "charged")
     for way in ("layers", "charged"):
-        frontier[way] = {criterion: trace_frontier(test, scores[0], criterion, way) for criterion in CRITERIA}
+        frontier[way] = {criterion: trace_frontier(test, scores["val"], criterion, way) for criterion in CRITERIA}
     # Cache policies at the points of the charged frontier.
     points = [p for p in frontier["charged"][a.criterion] if p["tau"] is not None]
     kinds = [kv for kv in a.kv if kv == "copy" or (kv == "reuse" and c.looped)]
@@ -289,44 +299,41 @@ def measure_run(name, model, folder, meta, a):
             left = (time.time() - start) / done * (jobs - done)
             progress(f"{name}: {kv}, point {done}/{jobs}, ETA {duration(left)}", False)
     return {"run": name, "stages": c.stages, "looped": c.looped, "criterion": a.criterion, "costs": asdict(c),
-            "tokens": x.numel(), "calibration_tokens": texts[0][0].numel(), "unit": test.interval.unit,
-            "units": test.interval.groups, "bytes_per_token": bytes_per_token, "layers": layers, "fixed": fixed,
+            "tokens": y.numel(), "calibration_tokens": texts["val"][1].numel(), "unit": interval.unit,
+            "units": interval.groups, "bytes_per_token": bytes_per_token, "layers": layers, "fixed": fixed,
             "oracle": oracle, "frontier": frontier, "policies": policies}
-
-
-def format_interval(d):
-    return f"{d['nats']:+.4f} [{d['low']:+.4f}, {d['high']:+.4f}]"
 
 
 def print_points(title, points):
     print(f"\n{title}\n aim     tau  layers  + head + tests  exits      ppl bits/byte  nats lost                   "
           f"less random                 less fixed depth")
-    for p in points:
-        if p["tau"] is None:
-            print(f"{p['target']:4.0%} out of reach: the tests cost more than the exits save")
+    for point in points:
+        if point["tau"] is None:
+            print("{target:4.0%} out of reach: the tests cost more than the exits save".format(**point))
             continue
-        layers, head, charged = p["saved"].values()
-        lost, vs_random, vs_fixed = (format_interval(p[key]) for key in ("lost", "vs_random", "vs_fixed"))
-        print(f"{p['target']:4.0%} {p['tau']:7.3g} {layers:7.1%} {head:7.1%} {charged:7.1%} {p['exits']:6.1%} "
-              f"{p['ppl']:8.2f} {p['bpb']:9.4f}  {lost:26s}  {vs_random:26s}  {vs_fixed}")
+        numbers = ("{target:4.0%} {tau:7.3g} {saved[layers]:7.1%} {saved[head]:7.1%} {saved[charged]:7.1%} "
+                   "{exits:6.1%} {ppl:8.2f} {bpb:9.4f}").format(**point)
+        intervals = [INTERVAL.format(**point[key]).ljust(26) for key in ("lost", "vs_random", "vs_fixed")]
+        print("  ".join([numbers, *intervals]))
 
 
 def print_run(result):
     """The tables of one run, of what measure_run returns."""
-    c, criterion, frontier = result["costs"], result["criterion"], result["frontier"]
+    criterion, frontier, full = result["criterion"], result["frontier"], result["costs"]["full"]
     stages = "passes" if result["looped"] else "layers"
-    print(f"\n{result['run']}: {result['stages']} {stages}; {c['full'] / 1e6:.2f} MFLOPs per token, a stage "
-          f"{c['stage'] / c['full']:.1%}, a readout {c['readout'] / c['full']:.1%} of them")
-    print(f"{result['tokens']} test tokens; tau from {result['calibration_tokens']} validation tokens; "
-          f"intervals over {result['units']} {result['unit']}")
+    stage, readout = result["costs"]["stage"] / full, result["costs"]["readout"] / full
+    print(f"\n{result['run']}: {result['stages']} {stages}; {full / 1e6:.2f} MFLOPs per token, a stage {stage:.1%}, a "
+          f"readout {readout:.1%} of them")
+    print("{tokens} test tokens; tau from {calibration_tokens} validation tokens; intervals over {units} {unit}"
+          .format(**result))
     print("\nlayer JSD to final below 0.5    nats")
-    for x in result["layers"]:
-        mark = "  exit point" if x["boundary"] else ""
-        print(f"{x['layer']:5d} {x['jsd']:12.3f} {x['below_half']:9.1%} {x['nats']:7.3f}{mark}")
+    for layer in result["layers"]:
+        mark = "  exit point" if layer["boundary"] else ""
+        print("{layer:5d} {jsd:12.3f} {below_half:9.1%} {nats:7.3f}".format(**layer) + mark)
     print("\nfixed depth  saved: layers  charged    nats     ppl bits/byte")
-    for x in result["fixed"]:
-        print(f"{x['stages']:11d} {x['saved']['layers']:14.1%} {x['saved']['charged']:8.1%} {x['nats']:7.4f} "
-              f"{x['ppl']:7.2f} {x['bpb']:9.4f}")
+    for depth in result["fixed"]:
+        print("{stages:11d} {saved[layers]:14.1%} {saved[charged]:8.1%} {nats:7.4f} {ppl:7.2f} {bpb:9.4f}"
+              .format(**depth))
     print("\naim: FLOPs to save; then those saved on the test tokens, counting layers, the head too, the tests too; "
           "exits: tokens\nthat leave early; nats lost against full depth, and that less what random exits and a fixed "
           "depth of the same cost lose\n(below 0: exits win)")
@@ -335,15 +342,16 @@ def print_run(result):
     print_points(f"{criterion}, tests charged, keys and values of the full depth", frontier["charged"][criterion])
     for kv, points in result["policies"].items():
         print_points(f"{criterion}, tests charged, scored as generation works: {kv}", points)
-    oracle = result["oracle"]
-    print(f"\noracle (leaves when its likeliest token is the final one; no tests): saves {oracle['saved']['layers']:.1%}"
-          f" of the layers, {oracle['saved']['charged']:.1%} charged; nats lost {format_interval(oracle['lost'])}")
+    print("\noracle (leaves when its likeliest token is the final one; no tests): saves {saved[layers]:.1%} of the "
+          "layers, {saved[charged]:.1%} charged; nats lost ".format(**result["oracle"])
+          + INTERVAL.format(**result["oracle"]["lost"]))
     print("nats lost at 10 and 20% saved, layers only | charged:")
     for name in CRITERIA:
         sides = []
         for way in ("layers", "charged"):
             points = [p for p in frontier[way][name] if p["target"] in (0.1, 0.2)]
-            sides.append("  ".join("out of reach" if p["tau"] is None else format_interval(p["lost"]) for p in points))
+            lost = ["out of reach" if p["tau"] is None else INTERVAL.format(**p["lost"]) for p in points]
+            sides.append("  ".join(lost))
         print(f"  {name:10s}" + " | ".join(sides))
 
 
@@ -373,7 +381,8 @@ def compare_with_claim(times, name, claim):
     """Print and return the time a rule saves compared with full depth in the same round, and the FLOPs it claims to."""
     shares = [1 - seconds / full for seconds, full in zip(times[name], times["full depth"])]
     low, middle, high = np.quantile(shares, [0.25, 0.5, 0.75]).tolist()
-    speed_up, ratio = 1 / (1 - middle), middle / claim if claim > 0 else None
+    speed_up = 1 / (1 - middle)
+    ratio = middle / claim if claim > 0 else None
     part = f": {ratio:.2f} of the claim" if ratio else ""
     print(f"claimed {claim:.1%} of FLOPs, saved {middle:.1%} [{low:.1%}, {high:.1%}] of time{part}; "
           f"{speed_up:.2f} times as fast")
@@ -384,8 +393,7 @@ def plan_depths(c, n, target, tests, kv="reuse"):
     """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
     savings = savings_by_depth(c, "charged", tests, kv)
     if not savings[-1] <= target <= savings[0]:
-        stop(f"--force_saved={100 * target:g}: this model can save from {savings[-1]:.0%} to {savings[0]:.0%} of its "
-             f"FLOPs")
+        stop(f"--force_saved={100 * target:g}: this model can save {savings[-1]:.0%} to {savings[0]:.0%} of its FLOPs")
     d, share = neighbours(savings, target)
     steps = torch.arange(n + 1) * round(n * share) // n
     return torch.where(steps[1:] > steps[:-1], d, d + 1)[None]
@@ -394,7 +402,8 @@ def plan_depths(c, n, target, tests, kv="reuse"):
 def time_schedules(model, a):
     """Times of schedules of exits that save the shares of --force_saved, with tests computed as if they decided."""
     c, tests, device = costs(model), CRITERIA[a.criterion], model.table.device
-    T, kv = model.cfg.block_size, a.kv[0]
+    T = model.cfg.block_size
+    kv = a.kv[0]
     ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
     depths = {f"{share:g}%": plan_depths(c, T, share / 100, tests, kv) for share in a.force_saved}
     rules = {"model.py": None, "full depth": None}
@@ -429,8 +438,8 @@ def time_prompts(model, folder, a):
         print(f"\n{text}\n\n{'passes' if c.looped else 'layers'} before each token: "
               + " ".join(f"{word}/{d}" for word, d in zip(words, depth)))
         saving = saved(c, torch.tensor(depth), tests, kv)
-        print(f"mean {sum(depth) / len(depth):.2f} of {c.stages}; FLOPs saved: layers {saving['layers']:.1%}, "
-              f"with head {saving['head']:.1%}, with tests {saving['charged']:.1%}")
+        print(f"mean {np.mean(depth):.2f} of {c.stages}; FLOPs saved: layers {saving['layers']:.1%}, with head "
+              f"{saving['head']:.1%}, with tests {saving['charged']:.1%}")
         ids = torch.tensor(row[:-1], device=model.table.device)
         times = time_rules(model, ids, {"full depth": None, "exits": rule}, kv, a.rounds)
         print(f"{len(ids) / np.median(times['full depth']):7.1f} tokens/s without exits")
@@ -447,13 +456,13 @@ def parse(argv=None):
     parser.error = misused
 
     def add(flag, default, text, **how):
-        text += f" (default: {default})" * (default != "")
+        if default != "":
+            text += f" (default: {default})"
         parser.add_argument(flag, type=type(default), default=default, help=text, **how)
-    parser.add_argument("--ckpt", nargs="+", action="extend", required=True,
-                        help="run folders of train.py, or their ckpt.pt; several: one plot")
+    parser.add_argument("--ckpt", nargs="+", action="extend", required=True, help="run folders, or their ckpt.pt")
     add("--criterion", "entropy", "what is compared with tau", choices=CRITERIA)
-    parser.add_argument("--kv", nargs="+", choices=["full", "copy", "reuse"], help="policies to score (default: all that "
-                        "the model allows); when generating, the one to use (default: reuse, without a loop copy)")
+    parser.add_argument("--kv", nargs="+", choices=["full", "copy", "reuse"], help="policies to score (default: all "
+                        "that the model allows); when generating, the one to use (default: reuse, without a loop copy)")
     add("--tokens", 65536, "test tokens, and as many validation tokens for tau")
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, for a first look")
     add("--batch_size", 16, "windows scored side by side")
@@ -463,8 +472,7 @@ def parse(argv=None):
     add("--temperature", 0.0, "0: the likeliest token")
     add("--top_k", 0, "sample from the likeliest ones only; 0: all")
     add("--seed", 0, "of sampling; row i draws with seed + i")
-    parser.add_argument("--force_saved", nargs="+", type=float, metavar="PERCENT", help="time exits that save these "
-                        "FLOPs instead")
+    parser.add_argument("--force_saved", nargs="+", type=float, metavar="PERCENT", help="time exits with this saving")
     add("--rounds", 7, "timed rounds, in turns")
     add("--device", "", "cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", 0, "CPU threads; 0: one per core")
@@ -472,10 +480,14 @@ def parse(argv=None):
     add("--out_dir", "", "folder for early_exit.png and .json (default: the run's; for several out/early_exit)")
     add("--json", "", "file to write the numbers to instead of OUT_DIR/early_exit.json")
     a = parser.parse_args(argv)
-    least = dict(tokens=1, batch_size=1, max_new_tokens=1, rounds=1, exit_tau=0, temperature=0, top_k=0, threads=0, seed=0)
-    for name, bound in least.items():
-        if not getattr(a, name) >= bound:        # nan, too
-            stop(f"--{name}={getattr(a, name)}: must be at least {bound}")
+    sampling = ("exit_tau", "temperature", "top_k", "seed")
+    for name in ("tokens", "batch_size", "max_new_tokens", "rounds", "threads", *sampling):
+        value = getattr(a, name)
+        least = 0 if name in ("threads", *sampling) else 1
+        if not value >= least:                   # nan, too
+            stop(f"--{name}={value}: must be at least {least}")
+        if name in sampling and not a.prompt and value != parser.get_default(name):
+            stop(f"--{name} says how to generate: give --prompt as well, or drop it")
     if a.quick:
         a.tokens = max(1, a.tokens // 8)
     if a.prompt and a.force_saved:
@@ -485,9 +497,6 @@ def parse(argv=None):
         n = len(getattr(a, name) or [])
         if a.single and n > 1:
             stop(f"{a.single} takes one --{name}, not {n}")
-    for name in ("exit_tau", "temperature", "top_k", "seed"):
-        if not a.prompt and getattr(a, name) != parser.get_default(name):
-            stop(f"--{name} says how to generate: give --prompt as well, or drop it")
     return a
 
 

@@ -73,9 +73,9 @@ def doubt(criterion, logits, earlier, state, before):
 
 # --- exit ---
 class Rule(NamedTuple):
-    """When to exit. leave(s, rows, position, at, before) gives the tokens that exit at point s (0 .. S - 2), bool (b, T).
-    before and at (InLoop) are these tokens before and after stage s; rows (b, 1) and position, (T,) or an int, number
-    them."""
+    """When to exit. leave(s, rows, position, at, before) tells which tokens exit at point s (0 .. S - 2), bool (b, T).
+    before and at (InLoop) are these tokens before and after stage s; rows (b, 1) and position ((T,) or an int) say
+    which of all tokens they are."""
     reads: bool                                  # does leave look at the logits? If so each test pays a readout
     leave: Callable
 
