@@ -12,7 +12,7 @@ entropy). What later tokens find in the skipped slots of the KV cache is one of 
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
 copy and reuse work one position at a time, as generation does; without a coda score_at_once gives the same for whole
-windows. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it left
+windows. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it exits
 with. A prompt goes through the same loop as what follows, token by token.
 
 A stage is what runs between two exit points: a pass of the loop, or a layer of an unlooped model.
@@ -72,34 +72,27 @@ def doubt(criterion, logits, earlier, state, before):
 
 
 # --- exit ---
-class ExitPoint(NamedTuple):
-    """What a rule may look at, for b rows still in the loop: the exit point s (0 .. S - 2), the rows and their position
-    (whole windows at once: (B, 1) and (T,)), readouts (b, V) here and at the exit point before (None: no such), states
-    (b, D) after and before the stage."""
-    s: int
-    rows: torch.Tensor
-    position: int | torch.Tensor
-    logits: torch.Tensor | None
-    earlier: torch.Tensor | None
-    state: torch.Tensor
-    before: torch.Tensor
-
-
 class Rule(NamedTuple):
-    reads: bool                                  # does the test look at logits? If so each test pays a readout
-    leave: Callable                              # ExitPoint -> which rows exit (b,), bool
+    """When to exit. leave(s, rows, position, at, before) tells which tokens exit at point s (0 .. S - 2), bool (b, T).
+    before and at (InLoop) are these tokens before and after stage s; rows (b, 1) and position ((T,) or an int) say
+    which of all tokens they are."""
+    reads: bool                                  # does leave look at the logits? If so each test pays a readout
+    leave: Callable
 
 
 def exit_below(criterion, tau):
-    return Rule(CRITERIA[criterion], lambda t: doubt(criterion, t.logits, t.earlier, t.state, t.before) < tau)
+    """Exit where the doubt is below tau."""
+    def leave(s, rows, position, at, before):
+        return doubt(criterion, at.logits, before.logits, at.state, before.state) < tau
+    return Rule(CRITERIA[criterion], leave)
 
 
 def exit_at(depth, reads=False):
-    """Exits prescribed: depth (B, T), 1 .. S. reads: compute and discard the entropy, as a test would."""
-    def leave(t):
+    """Exit at depth (B, T), 1 .. S. reads: compute and discard the entropy, as a test would."""
+    def leave(s, rows, position, at, before):
         if reads:
-            entropy(t.logits.log_softmax(-1)).tolist()
-        return depth[t.rows, t.position] == t.s + 1
+            entropy(at.logits.log_softmax(-1)).tolist()
+        return depth[rows, position] == s + 1
     return Rule(reads, leave)
 
 
@@ -115,7 +108,7 @@ class InLoop:
     e: torch.Tensor                              # the prelude's output (b, T, D)
     h: torch.Tensor                              # the state (b, T, ...); in an unlooped model what its next layer gets
     state: torch.Tensor                          # what is read out at this exit point (b, T, D)
-    logits: torch.Tensor | None = None           # the readout there (b, V), where one was made
+    logits: torch.Tensor | None = None           # the readout there (b, T, V), where one was made
 
     def __getitem__(self, mask):
         logits = None if self.logits is None else self.logits[mask]
@@ -158,14 +151,6 @@ def read(model, s, state, context):
     return model.logits(state, context, model.cfg.n_loop, last_pass=s == n_stages(model.cfg) - 1)
 
 
-def blocks_of(model, s):
-    """The blocks of stage s and the cache slot of the first."""
-    cfg = model.cfg
-    if cfg.n_loop > 1:
-        return model.recur, cfg.n_prelude + s * cfg.n_recur
-    return [[*model.prelude, *model.recur][s]], s
-
-
 # --- the cache ---
 class RowCache:
     """model.KVCache for rows that leave the loop one by one: rows names those at work (None: all). Keys and values
@@ -185,15 +170,16 @@ class RowCache:
 
     def update(self, slot, k, v):
         """Store k, v (b, H, 1, head_dim) of the rows at work; returns theirs so far (b, H, length + 1, head_dim)."""
-        t, found = self.length, []
+        t, pair = self.length, []
         for cache, new in zip(self.slots[slot], (k, v)):
+            past = cache[:, :, :t + 1]
             if self.rows is None:
-                cache[:, :, t:t + 1] = new
-                found.append(cache[:, :, :t + 1])
+                past[:, :, t:] = new
+                pair.append(past)
             else:
                 cache[self.rows, :, t:t + 1] = new
-                found.append(cache[:, :, :t + 1].index_select(0, self.rows))
-        return found
+                pair.append(past.index_select(0, self.rows))
+        return pair
 
     def skip(self, s, pair, layer=slice(None)):
         """Put pair, k and v (.., b, H, 1, head_dim), into the slots of a loop's layer(s) in all passes after s."""
@@ -202,11 +188,15 @@ class RowCache:
             cache[s + 1:, layer][..., rows, :, self.length:self.length + 1, :] = new
 
 
-def keys_values(attn, x, table):
-    """The keys and values (B, H, T, head_dim) that an attention layer makes of x (B, T, D): Attention.forward without
-    the rest. Its queries are computed too, in the same product, and dropped."""
-    _, k, v = (y.view(*x.shape[:2], attn.n_head, -1) for y in attn.qkv(x).chunk(3, dim=-1))
-    return rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)
+def project(model, s, at, table):
+    """[(k, v), ...], keys and values (b, H, T, head_dim) that the layers of stage s, which is skipped, make of its
+    input: Attention.forward without the rest. The queries are computed too, in the same product, and dropped."""
+    x, pairs = norm(entering(model, s, at)), []
+    blocks = model.recur if model.cfg.n_loop > 1 else [[*model.prelude, *model.recur][s]]
+    for block in blocks:
+        _, k, v = (y.view(*x.shape[:2], block.attn.n_head, -1) for y in block.attn.qkv(x).chunk(3, dim=-1))
+        pairs.append((rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)))
+    return pairs
 
 
 def fill(model, s, at, context, kv):
@@ -217,56 +207,48 @@ def fill(model, s, at, context, kv):
     if kv == "reuse":
         cache.skip(s, [c[s][:, rows, :, now] for c in cache.loop])
     elif model.cfg.n_loop > 1:                   # those of the next pass, in all the skipped ones
-        x = norm(entering(model, s + 1, at))
-        for i, block in enumerate(model.recur):
-            cache.skip(s, keys_values(block.attn, x, table), i)
+        for i, pair in enumerate(project(model, s + 1, at, table)):
+            cache.skip(s, pair, i)
     else:
         for later in range(s + 1, n_stages(model.cfg)):
-            blocks, slot = blocks_of(model, later)
-            pair = keys_values(blocks[0].attn, norm(entering(model, later, at)), table)
-            for store, new in zip(cache.slots[slot], pair):
+            (pair,) = project(model, later, at, table)
+            for store, new in zip(cache.slots[later], pair):
                 store[rows, :, now] = new
 
 
 def step(model, tokens, cache, rule=None, kv="reuse"):
     """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
     row that exits is taken out of all that follows; without a rule none is tested."""
-    S, device, t = n_stages(model.cfg), tokens.device, cache.length
+    S, t = n_stages(model.cfg), cache.length
     context = Context(model.table[t:t + 1], cache=cache)
-    rows, depth = torch.arange(len(tokens), device=device), torch.full((len(tokens),), S, device=device)
+    rows = torch.arange(len(tokens), device=tokens.device)                         # the rows still in the loop, b of B
+    depth = torch.full_like(rows, S)
+    logits = model.table.new_empty(len(tokens), model.cfg.vocab_size)
     cache.only(rows)
-    at, result = begin(model, tokens[:, None], context), None
-    if rule is None:
-        for s in range(S):
-            at = advance(model, s, at, context)
-        cache.length += 1
-        return read(model, S - 1, at.state, context)[:, 0], depth
-    for s in range(S):
-        last, before = s == S - 1, at
-        at = advance(model, s, at, context)
-        if last or rule.reads:
-            at.logits = read(model, s, at.state, context)[:, 0]
-        if last:
-            leave = torch.ones_like(rows, dtype=torch.bool)
-        else:
-            leave = rule.leave(ExitPoint(s, rows, t, at.logits, before.logits, at.state[:, 0], before.state[:, 0]))
+    at = begin(model, tokens[:, None], context)
+    for s in range(S - 1):
+        before, at = at, advance(model, s, at, context)
+        if rule is None:
+            continue
+        if rule.reads:
+            at.logits = read(model, s, at.state, context)
+        leave = rule.leave(s, rows[:, None], t, at, before)[:, 0]
         if leave.any():
-            gone, leaving = (rows, at) if last else (rows[leave], at[leave])
-            cache.only(gone)
-            if leaving.logits is None:
-                leaving.logits = read(model, s, leaving.state, context)[:, 0]
-            if result is None:
-                result = leaving.logits.new_empty(len(tokens), leaving.logits.size(-1))
-            result[gone], depth[gone] = leaving.logits, s + 1
-            if last:
-                break
-            fill(model, s, leaving, context, kv)
+            exits, at_exit = rows[leave], at[leave]
+            cache.only(exits)
+            if not rule.reads:                   # a test without a readout: only the rows that exit need one
+                at_exit.logits = read(model, s, at_exit.state, context)
+            logits[exits], depth[exits] = at_exit.logits[:, 0], s + 1
+            fill(model, s, at_exit, context, kv)
             rows, at = rows[~leave], at[~leave]
+            cache.only(rows)
             if not len(rows):
                 break
-            cache.only(rows)
+    if len(rows):
+        at = advance(model, S - 1, at, context)
+        logits[rows] = read(model, S - 1, at.state, context)[:, 0]
     cache.length += 1
-    return result, depth
+    return logits, depth
 # --- end exit ---
 
 
@@ -285,14 +267,11 @@ class Costs:
 
 def costs(model):
     cfg, looped = model.cfg, model.cfg.n_loop > 1
-
-    def flops(n_loop, readouts=1):
-        return model.flops_per_token(cfg, n_loop, train=False, readouts=readouts)
-    layer, full = model.layer_flops(cfg), flops(cfg.n_loop)
-    readout = flops(cfg.n_loop, 2) - full
-    stage, copy = layer, 6 * cfg.n_embd ** 2
+    full = model.flops_per_token(cfg, train=False)
+    readout = model.flops_per_token(cfg, train=False, readouts=2) - full
+    layer, copy = model.layer_flops(cfg), 6 * cfg.n_embd ** 2
+    stage = model.pass_flops(cfg) if looped else layer
     if looped:                                   # the next pass combines once, then every layer projects
-        stage = model.pass_flops(cfg)
         copy = cfg.n_recur * copy + stage - cfg.n_recur * layer
     base = full - n_stages(cfg) * stage - readout
     return Costs(base, stage, readout, full, copy, n_stages(cfg), looped)
@@ -324,6 +303,11 @@ def score_by_step(model, x, y, rule=None, kv="reuse"):
     return torch.stack(nats, 1), torch.stack(depths, 1)
 
 
+def choose(mask, new, old):
+    """[new where the mask holds, else old] of two lists of tensors; the mask gets the axes that it lacks."""
+    return [torch.where(mask.view(*mask.shape, *[1] * (a.ndim - mask.ndim)), a, b) for a, b in zip(new, old)]
+
+
 class Merged:
     """A cache for whole windows at once: where a position is not active, it keeps the pair that was put there."""
 
@@ -331,25 +315,21 @@ class Merged:
         self.pairs, self.active = {}, None       # slot: keys and values (B, H, T, head_dim); (B, 1, T, 1)
 
     def update(self, slot, k, v):
-        old = self.pairs.get(slot, (k, v))
-        self.pairs[slot] = choose(self.active, (k, v), old)
-        return self.pairs[slot]
-
-
-def choose(mask, new, old):
-    """[new where the mask holds, else old] of two lists of tensors; the mask gets the axes that it lacks."""
-    return [torch.where(mask.view(*mask.shape, *[1] * (a.ndim - mask.ndim)), a, b) for a, b in zip(new, old)]
+        if slot in self.pairs:
+            k, v = choose(self.active, (k, v), self.pairs[slot])
+        self.pairs[slot] = k, v
+        return k, v
 
 
 @torch.inference_mode()
 def score_at_once(model, x, y, rule, kv="reuse"):
     """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
     It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
-    would see the state each of them leaves with, later in this order."""
-    S, cfg, cache = n_stages(model.cfg), model.cfg, Merged()
-    context = model.context(x, cfg.n_loop, None)._replace(cache=cache)
-    active, cache.active = torch.ones_like(x, dtype=torch.bool), torch.ones((), dtype=torch.bool, device=x.device)
+    would see the state with which each of them exits, later in this order."""
+    S, cache = n_stages(model.cfg), Merged()
+    context = model.context(x, model.cfg.n_loop, None)._replace(cache=cache)
     nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
+    active = torch.ones_like(x, dtype=torch.bool)                                  # tokens still in the loop
     rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
     at = begin(model, x, context)
     for s in range(S):
@@ -357,16 +337,15 @@ def score_at_once(model, x, y, rule, kv="reuse"):
         if s:
             freeze(model, s, at, context, kv, just_left=depth == s)
         before, new = at, advance(model, s, at, context)
-        e, h, state = choose(active, (new.e, new.h, new.state), (at.e, at.h, at.state))
-        at = InLoop(e, h, state)
+        at = InLoop(*choose(active, (new.e, new.h, new.state), (at.e, at.h, at.state)))
         leave = active
         if s < S - 1:
             if rule.reads:
-                at.logits = read(model, s, state, context)
-            leave = active & rule.leave(ExitPoint(s, rows, positions, at.logits, before.logits, state, before.state))
+                at.logits = read(model, s, at.state, context)
+            leave = active & rule.leave(s, rows, positions, at, before)
         if leave.any():
-            out = read(model, s, state[leave][None], context)[0] if at.logits is None else at.logits[leave]
-            nats[leave] = F.cross_entropy(out.float(), y[leave], reduction="none")
+            logits = read(model, s, at.state[leave][None], context)[0] if at.logits is None else at.logits[leave]
+            nats[leave] = F.cross_entropy(logits.float(), y[leave], reduction="none")
             depth[leave] = s + 1
         active = active & ~leave
     return nats, depth
@@ -375,26 +354,25 @@ def score_at_once(model, x, y, rule, kv="reuse"):
 def freeze(model, s, at, context, kv, just_left):
     """Before stage s of whole windows: the pairs of tokens that left, as fill leaves them. just_left (B, T): at the
     exit point before this one."""
-    cache, (blocks, slot), looped = context.cache, blocks_of(model, s), model.cfg.n_loop > 1
-    if looped and kv == "reuse":
-        for i in range(len(blocks)):
-            cache.pairs[slot + i] = cache.pairs[slot + i - len(blocks)]
+    cfg, pairs = model.cfg, context.cache.pairs
+    if cfg.n_loop == 1:
+        (pairs[s],) = project(model, s, at, context.table)
         return
-    x = norm(entering(model, s, at))
-    for i, block in enumerate(blocks):
-        pair = keys_values(block.attn, x, context.table)
-        if looped and s > 1:
-            pair = choose(just_left[:, None], pair, cache.pairs[slot + i - len(blocks)])
-        cache.pairs[slot + i] = pair
+    n, slot = cfg.n_recur, cfg.n_prelude + s * cfg.n_recur
+    if kv == "reuse":
+        for i in range(slot, slot + n):
+            pairs[i] = pairs[i - n]
+        return
+    for i, pair in enumerate(project(model, s, at, context.table), slot):
+        pairs[i] = pair if s == 1 else choose(just_left[:, None], pair, pairs[i - n])
 
 
 @torch.inference_mode()
-def generate(model, prompts, n_new, rule=None, kv="reuse", temperature=0.0, top_k=None, seed=0):
+def generate(model, prompts, n_new, rule=None, kv="reuse", temperature=0.0, *, top_k=None, seed=0):
     """Continue prompts, lists of ids of any length, by n_new tokens each: lists of all ids and of the depths of all but
     the last. Row i draws from its own generator, seeded seed + i, so its answer does not depend on the others."""
     device, lengths = model.table.device, [len(p) for p in prompts]
-    rows = [list(p) for p in prompts]
-    depths = [[] for _ in prompts]
+    rows, depths = [list(p) for p in prompts], [[] for _ in prompts]
     generators = [torch.Generator(device).manual_seed(seed + i) for i in range(len(prompts))]
     cache = RowCache(model, len(prompts))
     for t in range(max(lengths) + n_new - 1):

@@ -45,7 +45,7 @@ def policies(model):
 def middle_tau(model, criterion="entropy"):
     """A tau below which half the tokens are at the last exit point."""
     x = tokens(8, seed=9)                                      # other tokens than the tests use: no ties with tau
-    values = X.observe(model, [(x, x)])[criterion]
+    values = X.score_exit_points(model, [(x, x)])[criterion]
     return values[-1].quantile(0.5).item()
 
 
@@ -55,8 +55,8 @@ def test_an_unlooped_model_enters_its_only_pass_as_the_forward_pass_does(monkeyp
     model, x = small(**UNLOOPED), tokens(2)
     cache = E.RowCache(model, 2)
     with torch.inference_mode():
-        mine = torch.stack([E.step(model, x[:, t], cache)[0] for t in range(x.size(1))], 1)
-    torch.testing.assert_close(mine, model(x, x)[0], rtol=1e-4, atol=1e-4)
+        logits = torch.stack([E.step(model, x[:, t], cache)[0] for t in range(x.size(1))], 1)
+    torch.testing.assert_close(logits, model(x, x)[0], rtol=1e-4, atol=1e-4)
 
 
 # --- distributions ---
@@ -84,8 +84,8 @@ def test_doubts_against_their_definitions():
                 "kl": (p * (p / q).log()).sum(-1),
                 "change": ((state - before) ** 2).sum(-1).sqrt() / (state ** 2).sum(-1).sqrt()}
     for criterion in E.CRITERIA:
-        mine = E.doubt(criterion, logits, last, state, before)
-        torch.testing.assert_close(mine.double(), expected[criterion].double(), rtol=1e-4, atol=1e-5)
+        value = E.doubt(criterion, logits, last, state, before)
+        torch.testing.assert_close(value.double(), expected[criterion].double(), rtol=1e-4, atol=1e-5)
     assert E.doubt("kl", logits, None, state, before).isinf().all()
     with pytest.raises(ValueError, match="no such branch"):            # not silently another criterion
         E.doubt("nosuch", logits, last, state, before)
@@ -99,11 +99,11 @@ def test_doubts_against_their_definitions():
 def test_tau_zero_is_plain_generation(variant):
     model, x = small(**variant), tokens(2, 5)
     rule = E.exit_below("entropy", 0.0)
-    cache, mine = KVCache(model.cfg, 2, model.cfg.n_loop), E.RowCache(model, 2)
+    cache, row_cache = KVCache(model.cfg, 2, model.cfg.n_loop), E.RowCache(model, 2)
     with torch.inference_mode():
         for t in range(5):
             expected, _ = model(x[:, t:t + 1], cache=cache)
-            logits, depth = E.step(model, x[:, t], mine, rule)
+            logits, depth = E.step(model, x[:, t], row_cache, rule)
             assert torch.equal(logits, expected[:, 0]) and (depth == E.n_stages(model.cfg)).all()
     rows, _ = E.generate(model, x.tolist(), 8, rule)
     assert rows == model.generate(x, 8, temperature=0).tolist()
@@ -135,7 +135,7 @@ def test_readout_final_exits_as_it_was_trained():
     """Its earlier passes are read raw in training, so an exit reads raw, too."""
     model, x = small(**PLAIN, readout="final"), tokens(2)
     nats, _ = E.score_by_step(model, x, x, E.exit_below("entropy", math.inf))
-    ce = X.observe(model, [(x, x)])["ce"]
+    ce = X.score_exit_points(model, [(x, x)])["ce"]
     with torch.no_grad():
         trained = model(x, x, loss="per_loop")[1]["ce"]
     torch.testing.assert_close(nats.mean(), trained[0], rtol=1e-4, atol=1e-4)
@@ -193,9 +193,9 @@ def reference(model, ids, rule_tau, kv):
                     h = layer(block, h, t, past.setdefault(("prelude", i), {}))
             e = h
             for s in range(S):
-                mine = model.recur if cfg.n_loop > 1 else [blocks[s]]
+                stage = model.recur if cfg.n_loop > 1 else [blocks[s]]
                 h = enter(s, e, h)
-                for i, block in enumerate(mine):
+                for i, block in enumerate(stage):
                     h = layer(block, h, t, past.setdefault((s, i), {}))
                 state = unit(h) if cfg.loop_norm else h
                 h = state if cfg.n_loop > 1 else h
@@ -222,12 +222,12 @@ def test_policies_equal_a_reference_that_recomputes_the_prefix(variant):
     for kv in policies(model):
         with torch.inference_mode():
             expected, depths = reference(model, ids, tau, kv)
-            cache, mine = E.RowCache(model, 1), []
+            cache, exits = E.RowCache(model, 1), []
             for t in range(len(ids)):
                 logits, depth = E.step(model, ids[t:t + 1], cache, E.exit_below("entropy", tau), kv)
-                mine.append(int(depth))
+                exits.append(int(depth))
                 torch.testing.assert_close(logits[0], expected[t], rtol=1e-4, atol=1e-4)
-        assert mine == depths and len(set(depths)) > 1, depths
+        assert exits == depths and len(set(depths)) > 1, depths
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -239,7 +239,8 @@ def test_scorers_equal_teacher_forcing_when_no_token_exits(variant):
     for scorer in scorers:
         nats, depth = scorer(model, x, y, E.exit_below("entropy", 0.0))
         torch.testing.assert_close(nats, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(X.observe(model, [(x, y)])["ce"][-1].view(x.shape), expected, rtol=1e-4, atol=1e-4)
+    ce = X.score_exit_points(model, [(x, y)])["ce"][-1]
+    torch.testing.assert_close(ce.view(x.shape), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.get("n_coda", 1)])
@@ -266,8 +267,8 @@ def test_batched_rows_equal_batch_1(variant, criterion):
         nats, depth = E.score_by_step(model, x, y, rule, kv)
         assert len(depth.unique()) > 1
         for i in range(len(x)):
-            alone, mine = E.score_by_step(model, x[i:i + 1], y[i:i + 1], rule, kv)
-            assert torch.equal(mine[0], depth[i])
+            alone, alone_depth = E.score_by_step(model, x[i:i + 1], y[i:i + 1], rule, kv)
+            assert torch.equal(alone_depth[0], depth[i])
             torch.testing.assert_close(alone[0], nats[i], rtol=1e-4, atol=1e-4)
 
 
@@ -277,17 +278,17 @@ def test_prompts_of_any_length_generate_as_alone(temperature):
     prompts, rule = [[5], [7, 8, 9, 10], [1, 2]], E.exit_below("entropy", middle_tau(model))
     rows, depths = E.generate(model, prompts, 5, rule, "copy", temperature, seed=3)
     for i, prompt in enumerate(prompts):
-        alone, mine = E.generate(model, [prompt], 5, rule, "copy", temperature, seed=3 + i)
-        assert alone == [rows[i]] and mine == [depths[i]]
+        alone, alone_depths = E.generate(model, [prompt], 5, rule, "copy", temperature, seed=3 + i)
+        assert alone == [rows[i]] and alone_depths == [depths[i]]
         assert len(rows[i]) == len(prompt) + 5 == len(depths[i]) + 1
 
 
 def test_rows_that_left_are_not_computed():
-    model, x, seen = small(**PLAIN), tokens(), []
+    model, x, rows = small(**PLAIN), tokens(), []
     rule = E.exit_below("entropy", middle_tau(model))
-    model.recur[0].register_forward_hook(lambda module, given, out: seen.append(len(given[0])))
+    model.recur[0].register_forward_hook(lambda module, inputs, out: rows.append(len(inputs[0])))
     _, depth = E.score_by_step(model, x, x, rule)
-    assert sum(seen) == depth.sum() and max(seen) == 4 and min(seen) < 4
+    assert sum(rows) == depth.sum() and max(rows) == 4 and min(rows) < 4
 
 
 def test_a_decision_looks_at_no_later_token():
@@ -320,15 +321,15 @@ def test_costs_agree_with_the_counter_of_torch(variant):
 
 def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
     model, x = small(**PLAIN), tokens(16)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
     before = -math.inf
-    for tau in (0.0, *seen["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
-        depth = X.first_below(seen["entropy"], tau)
+    for tau in (0.0, *scores["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
+        depth = X.first_below(scores["entropy"], tau)
         assert depth.shape == (x.numel(),) and 1 <= depth.min() and depth.max() <= 3
         share = E.saved(c, depth, True, "copy")
         assert share["charged"] >= before and share["charged"] <= share["head"] <= share["layers"]
         before = share["charged"]
-        plain = [next((s + 1 for s in range(2) if seen["entropy"][s, i] < tau), 3) for i in range(x.numel())]
+        plain = [next((s + 1 for s in range(2) if scores["entropy"][s, i] < tau), 3) for i in range(x.numel())]
         assert depth.tolist() == plain
     assert before > 0 and E.saved(c, torch.full((5,), 3), False)["charged"] == 0
     assert E.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
@@ -337,29 +338,29 @@ def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
 # --- frontier ---
 def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
     for way in ("layers", "charged"):
         def saving(depth):
             return E.saved(c, depth, True)[way]
-        tau = X.calibrate(seen["entropy"], 0.2, saving)
-        assert saving(X.first_below(seen["entropy"], tau)) == pytest.approx(0.2, abs=0.003)
-        assert X.calibrate(seen["entropy"], 0.9, saving) is None
+        tau = X.calibrate(scores["entropy"], 0.2, saving)
+        assert saving(X.first_below(scores["entropy"], tau)) == pytest.approx(0.2, abs=0.003)
+        assert X.calibrate(scores["entropy"], 0.9, saving) is None
 
 
 def test_baselines_cost_what_the_exits_cost():
     model, x = small(**PLAIN), tokens(64)
-    seen, c = X.observe(model, [(x, x)]), E.costs(model)
-    depth = X.first_below(seen["entropy"], middle_tau(model))
+    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    depth = X.first_below(scores["entropy"], middle_tau(model))
     for way in ("layers", "charged"):
-        mine = E.saved(c, depth, True)[way]
-        q = X.dealt(c, depth, True, way, "reuse")
+        saving = E.saved(c, depth, True)
+        q = X.exit_chance(c, depth, saving, way, "reuse")
         random = q * E.saved(c, depth, False)[way]
-        assert random == pytest.approx(max(mine, 0), abs=1e-9) and 0 <= q <= 1 and (q == 1) == (way == "layers")
+        assert random == pytest.approx(max(saving[way], 0), abs=1e-9) and 0 <= q <= 1 and (q == 1) == (way == "layers")
         fixed = [E.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
-        ramp = torch.tensor(fixed)[:, None]                   # nats equal to the saving: the chord must return it
         for saving in (0.0, 0.1, 0.4, fixed[0]):
-            assert X.fixed_at(fixed, ramp, saving).item() == pytest.approx(saving, abs=1e-6)
-        assert X.fixed_at(fixed, ramp, -0.1).item() == 0
+            d, share = X.neighbours(fixed, saving)
+            assert share * fixed[d - 1] + (1 - share) * fixed[d] == pytest.approx(saving, abs=1e-6)
+        assert X.neighbours(fixed, -0.1) == (2, 0)
 
 
 def test_intervals_resample_documents():
@@ -377,7 +378,7 @@ def test_intervals_resample_documents():
 def test_schedule_claims_what_was_asked():
     c = E.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
     for target in (0.1, 0.3, 0.5):
-        depth = X.schedule(c, 1000, target, True)
+        depth = X.plan_depths(c, 1000, target, True)
         assert E.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
         each, count = depth.unique(return_counts=True)
         assert len(each) == 2 and each[1] == each[0] + 1
@@ -419,8 +420,8 @@ def test_study_of_a_run(folder, tmp_path, capsys, variant):
 def test_several_runs_share_one_plot(folder, tmp_path):
     a, b = folder("a", **PLAIN), folder("b", **UNLOOPED)
     X.main(["--ckpt", a, b, "--tokens=64", "--kv=full", f"--out_dir={tmp_path / 'both'}", "--device=cpu"])
-    found = json.loads((tmp_path / "both" / "early_exit.json").read_text())
-    assert [r["run"] for r in found] == ["a", "b"] and all(r["policies"] == {} for r in found)
+    results = json.loads((tmp_path / "both" / "early_exit.json").read_text())
+    assert [r["run"] for r in results] == ["a", "b"] and all(r["policies"] == {} for r in results)
     assert (tmp_path / "both" / "early_exit.png").is_file() and not (tmp_path / "a" / "early_exit.png").exists()
 
 
@@ -428,9 +429,9 @@ def test_generation_prints_passes_and_speed(folder, tmp_path, capsys):
     run = folder("run", **PLAIN)
     X.main(["--ckpt", run, "--prompt", "abc", "bad cab", "--exit_tau=4", "--max_new_tokens=6", "--rounds=1",
             f"--json={tmp_path / 'g.json'}", "--device=cpu"])
-    out, found = capsys.readouterr().out, json.loads((tmp_path / "g.json").read_text())
-    assert len(found) == 2 and out.count("tokens/s with exits") == 2 and "passes before each token" in out
-    assert found[0]["text"].startswith("abc") and set(found[0]["depths"]) <= {1, 2, 3}
+    out, results = capsys.readouterr().out, json.loads((tmp_path / "g.json").read_text())
+    assert len(results) == 2 and out.count("tokens/s with exits") == 2 and "passes before each token" in out
+    assert results[0]["text"].startswith("abc") and set(results[0]["depths"]) <= {1, 2, 3}
 
 
 def test_forced_savings_are_timed(folder, tmp_path):
@@ -446,7 +447,8 @@ def test_forced_savings_are_timed(folder, tmp_path):
     (["--force_saved", "99"], "force_saved=99"), (["--tokens=0"], "tokens=0"), (["--nosuch"], "--nosuch"),
     (["--exit_tau=nan"], "exit_tau=nan"), (["--json=/proc/x/y.json"], "cannot write"),
     (["--criterion=luck"], "criterion"), (["--exit_tau=2"], "--exit_tau says how to generate"),
-    (["--prompt", "a", "--kv", "copy", "reuse"], "one --kv"), (["--prompt", "a", "--force_saved", "30"], "two measurem")])
+    (["--prompt", "a", "--kv", "copy", "reuse"], "one --kv"),
+    (["--prompt", "a", "--force_saved", "30"], "two measurements")])
 def test_bad_input_is_one_sentence(folder, capsys, flags, says):
     run = folder("run", **PLAIN)
     with pytest.raises(SystemExit) as e:
