@@ -31,8 +31,8 @@ from exits import (CRITERIA, Costs, RowCache, begin, costs, doubt, exit_at, exit
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import duration, misused, progress, stop
 from lib.files import check_writable, write_atomic
-from lib.machine import pick_device
-from lib.ops import norm
+from lib.machine import pick_device, read_clock
+from lib.ops import check_sampling, norm
 from lib.plots import plot_frontier
 from model import KVCache
 
@@ -364,7 +364,7 @@ def time_rules(model, ids, rules, kv, rounds):
     for i in range(rounds + 1):
         for name, rule in rules.items():
             plain = name == "model.py"
-            start = time.perf_counter()
+            start = read_clock(model.table.device)
             cache = KVCache(model.cfg, 1, model.cfg.n_loop) if plain else RowCache(model, 1)
             for t in range(len(ids)):
                 if plain:
@@ -372,7 +372,7 @@ def time_rules(model, ids, rules, kv, rounds):
                 else:
                     step(model, ids[t:t + 1], cache, rule, kv)
             if i:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(read_clock(model.table.device) - start)
         progress(f"timing, round {i}/{rounds}", False)
     return times
 
@@ -488,6 +488,10 @@ def parse(argv=None):
             stop(f"--{name}={value}: must be at least {least}")
         if name in sampling and not a.prompt and value != parser.get_default(name):
             stop(f"--{name} says how to generate: give --prompt as well, or drop it")
+    try:
+        check_sampling(a.temperature, a.top_k)
+    except ValueError as e:
+        stop(f"--{e}")
     if a.quick:
         a.tokens = max(1, a.tokens // 8)
     if a.prompt and a.force_saved:

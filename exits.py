@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 
 from lib.ops import norm, rotate, sample
-from model import Context
 
 # name of a criterion: does it look at the readout, which a test then has to pay for?
 CRITERIA = {"entropy": True, "margin": True, "kl": True, "change": False}
@@ -159,9 +158,9 @@ class RowCache:
     def __init__(self, model, batch_size):
         cfg, device = model.cfg, model.table.device
         shape = (cfg.depth(), batch_size, cfg.n_head, cfg.block_size, cfg.n_embd // cfg.n_head)
-        self.k, self.v = (torch.zeros(shape, device=device) for _ in "kv")
+        self.k, self.v = (torch.zeros(shape, device=device, dtype=model.embed.weight.dtype) for _ in "kv")
         self.slots = list(zip(self.k, self.v))   # views made once: an indexing call a layer is time, too
-        self.length, self.size, self.rows = 0, batch_size, None
+        self.n_loop, self.length, self.size, self.rows = cfg.n_loop, 0, batch_size, None
         inside = slice(cfg.n_prelude, cfg.n_prelude + cfg.n_loop * cfg.n_recur)
         self.loop = [c[inside].view(cfg.n_loop, cfg.n_recur, *shape[1:]) for c in (self.k, self.v)]
 
@@ -220,10 +219,10 @@ def step(model, tokens, cache, rule=None, kv="reuse"):
     """One position of B rows, tokens (B,): logits (B, V) and the number of stages (B,) that each row went through. A
     row that exits is taken out of all that follows; without a rule none is tested."""
     S, t = n_stages(model.cfg), cache.length
-    context = Context(model.table[t:t + 1], cache=cache)
+    context = model.context(tokens[:, None], model.cfg.n_loop, cache)
     rows = torch.arange(len(tokens), device=tokens.device)                         # the rows still in the loop, b of B
     depth = torch.full_like(rows, S)
-    logits = model.table.new_empty(len(tokens), model.cfg.vocab_size)
+    logits = model.embed.weight.new_empty(len(tokens), model.cfg.vocab_size)
     cache.only(rows)
     at = begin(model, tokens[:, None], context)
     for s in range(S - 1):

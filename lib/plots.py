@@ -134,7 +134,7 @@ def plot_scoreboard(rows, path):
 
 # --- routing_study.py ---
 def plot_routing(r, path, title):
-    """r of routing_study.study."""
+    """r of routing_study.measure_routing."""
     fig, (bars, jaccard, heat) = pyplot().subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     fig.suptitle(title)
     names = [str(a["layer"]) if r["n_loop"] == 2 else f"{a['layer']}\n{a['passes'][0]}-{a['passes'][1]}"
@@ -167,7 +167,7 @@ def plot_routing(r, path, title):
 
 # --- early_exit.py ---
 def plot_frontier(results, path):
-    """results of early_exit.study, one for each run."""
+    """results of early_exit.measure_run, one for each run."""
     fig, (conv, *axes) = pyplot().subplots(1, 3, figsize=(16, 5), layout="constrained")
     many = len(results) > 1
     for i, r in enumerate(results):

@@ -466,3 +466,28 @@ def test_checkpoints_that_cannot_exit(folder, tmp_path, capsys):
             X.main(["--ckpt", *flags, "--device=cpu"])
         err = capsys.readouterr().err
         assert e.value.code == 2 and says in err and err.count("\n") == 1, err
+
+
+def test_a_model_in_bfloat16_exits_and_generates():
+    model = LoopedLM(Config(**SMALL)).to(torch.bfloat16).eval()
+    rows, depths = E.generate(model, [[1, 2, 3], [4]], 4, E.exit_below("entropy", 100.0))
+    assert [len(row) for row in rows] == [7, 5] and all(d == 1 for depth in depths for d in depth)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--temperature=nan"], "temperature=nan"), (["--temperature=1e-45"], "temperature=1e-45"),
+    (["--temperature=-1"], "temperature=-1"), (["--top_k=-1"], "top_k=-1")])
+def test_sampling_flags_that_mean_nothing(capsys, flags, says):
+    with pytest.raises(SystemExit) as e:
+        X.parse(["--ckpt", "x", "--prompt", "a", *flags])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and says in err and err.count("\n") == 1
+
+
+def test_full_depth_and_exits_are_timed_alike(monkeypatch):
+    """Every contender's clock is read after the device is done, or full depth, which never waits, would look faster."""
+    clocks = []
+    monkeypatch.setattr(X, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
+    model = LoopedLM(Config(**SMALL)).eval()
+    X.time_rules(model, torch.tensor([1, 2]), {"full depth": None, "exits": E.exit_below("entropy", 100.0)}, "reuse", 1)
+    assert len(clocks) == 2 * 2 * 2                        # before and after, two rules, a warm-up and a round
