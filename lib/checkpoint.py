@@ -57,7 +57,7 @@ def run_folder(ckpt):
 def data_of(state):
     """(folder, meta) of the corpus that a checkpoint was trained on, and of no other: the hash tells them apart."""
     folder, meta = open_data(argparse.Namespace(**state["args"]))
-    if meta["splits"]["train"]["sha256"] != state["data_sha256"]:
+    if state.get("data_sha256") not in (None, meta["splits"]["train"]["sha256"]):
         stop(f"{folder}: not the text that the checkpoint was trained on, so its tokens would mean something else; prepare "
              f"that text again, or train anew")
     return folder, meta

@@ -490,4 +490,4 @@ def test_full_depth_and_exits_are_timed_alike(monkeypatch):
     monkeypatch.setattr(X, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
     model = LoopedLM(Config(**SMALL)).eval()
     X.time_rules(model, torch.tensor([1, 2]), {"full depth": None, "exits": E.exit_below("entropy", 100.0)}, "reuse", 1)
-    assert len(clocks) == 2 * 2 * 2                        # before and after, two rules, a warm-up and a round
+    assert len(clocks) == 2 + 2 * 2                        # two rules: before the warm-up, before and after the round
