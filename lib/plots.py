@@ -85,6 +85,8 @@ def plot_law(runs, fit, draws, result, path):
                 axis.plot(once + rec, predict_at(fit, once, rec, tokens, r), color=shade)
     law_axes[0].set_ylabel("validation loss (nats/token)")
     law_axes[0].legend(title="FLOPs; lines: the law", loc="lower left")
+    residual_axis.set_xticks(budgets, [f"{budget:.3g}" for budget in budgets])
+    residual_axis.minorticks_off()
     residual_axis.axhline(0, **GREY)
     title = f"What the law misses: RMSE {fit['rmse']:.4f} nats, R2 {fit['r2']:.4f}"
     finish(residual_axis, title, "training FLOPs", "actual - predicted (nats)")
