@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.prepare import EOT, load_tokenizer, token_bytes
+from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import misused, stop
 from lib.files import check_writable, write_atomic
@@ -121,7 +121,8 @@ def score(model, requests, n_loop=None, batch_size=8, tick=lambda n: None):
 
 def encode(items, encoding, block_size):
     """Requests of each item, [(context, continuation), ...] as token ids, and how many items had their context cut. All
-    choices of an item keep the same context. No requests, []: a continuation leaves no room for any context."""
+    choices of an item keep the same context. No requests, []: a continuation has no tokens, or leaves no room for any
+    context."""
     texts = set()
     for pairs, _ in items:
         texts.update(*pairs)
@@ -132,8 +133,9 @@ def encode(items, encoding, block_size):
         requests = []
         for context, continuation in pairs:
             requests.append(((encoding.eot_token, *ids[context]), tuple(ids[continuation])))
-        room = block_size + 1 - max(len(continuation) for _, continuation in requests)
-        if room < 1:
+        lengths = [len(continuation) for _, continuation in requests]
+        room = block_size + 1 - max(lengths)
+        if room < 1 or 0 in lengths:
             requests = []
         cut += any(len(context) > room for context, _ in requests)
         coded.append([(context[-room:], continuation) for context, continuation in requests])
@@ -163,7 +165,8 @@ def adapt_to_harness(model, encoding, n_loop, batch_size):
             items = [([request.args], 0) for request in requests]                  # args: (context, continuation)
             coded, self.cut = encode(items, encoding, model.cfg.block_size)
             if not all(coded):
-                stop(f"--lm_eval: a continuation is longer than block_size={model.cfg.block_size}: leave the task out")
+                stop(f"--lm_eval: a continuation is empty, or longer than block_size={model.cfg.block_size}: leave the "
+                     f"task out")
             scores = score(model, [choices[0] for choices in coded], n_loop, batch_size)
             return [(nats, greedy) for nats, _, greedy in scores]
 
@@ -174,13 +177,19 @@ def adapt_to_harness(model, encoding, n_loop, batch_size):
             stop("--lm_eval: the task scores whole documents, which this adapter does not do; leave it out")
 
     def continue_text(context, settings):
-        """Text after the context, up to the first stop string; at most max_gen_toks tokens."""
-        ends = settings.get("until", [])
+        """Text after the context, up to <|endoftext|> or the first stop string; at most max_gen_toks tokens."""
+        ends = settings.get("until") or []
+        if isinstance(ends, str):
+            ends = [ends]
         ids = [encoding.eot_token, *encoding.encode_ordinary(context)]
         prompt = torch.tensor([ids], device=model.table.device)
         out = model.generate(prompt, settings.get("max_gen_toks", 64), temperature=0, n_loop=n_loop)
-        text = encoding.decode(out[0, len(ids):].tolist()).replace(EOT, "")
-        parts = [text.split(end)[0] for end in ([ends] if isinstance(ends, str) else ends)]
+        added = out[0, len(ids):].tolist()
+        eot = encoding.eot_token
+        if eot in added:                         # what comes after it would be another document
+            added = added[:added.index(eot)]
+        text = encoding.decode(added)
+        parts = [text.split(end)[0] for end in ends if end]
         return min(parts, key=len, default=text)
     return Looped()
 
@@ -267,7 +276,7 @@ def print_tables(columns):
           "longest: the\nlongest choice")
     left_out = [f"{metrics['left_out']} of {name}" for name, metrics in first.items() if metrics["left_out"]]
     if left_out:
-        print(f"left out, because the continuation alone fills the context: {', '.join(left_out)}")
+        print(f"left out, because a continuation is empty or alone fills the context: {', '.join(left_out)}")
     for c in columns:
         for name, metrics in c.get("lm_eval", {}).items():
             text = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())

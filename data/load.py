@@ -1,6 +1,7 @@
 """Read what prepare.py wrote: the folder of a corpus, the batches of training, the fixed windows of evaluation."""
 import os
 import shutil
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,11 +19,12 @@ def open_data(args):
     folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
     if folder is None and args.data == "sotu":   # written elsewhere, then renamed: another process may do the same
         folder, temporary = ROOT / "data" / name, ROOT / "data" / f"{name}.{os.getpid()}.tmp"
-        prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
         try:
-            os.rename(temporary, folder)
-        except OSError:                          # the other process was faster
-            shutil.rmtree(temporary)
+            prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
+            with suppress(OSError):              # the other process was faster
+                os.rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     if folder is None:
         known = sorted(m.parent.name for m in ROOT.glob("data/*/meta.json"))
         stop(f"--data={args.data}: no prepared corpus there; prepared are {', '.join(['sotu', *known])}; "

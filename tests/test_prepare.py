@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiktoken
 
+from data import load as L
 from data import prepare as P
 
 
@@ -101,6 +102,121 @@ def test_own_files(tmp_path):
     out = P.prepare(vocab_size=260, inputs=[dos], out_dir=tmp_path / "dos")
     assert sum(s["bytes"] for s in meta_of(out)["splits"].values()) == dos.stat().st_size
     assert all(s["documents"] >= 5 for s in meta_of(out)["splits"].values())
+
+
+def test_a_folder_keeps_its_corpus(tmp_path, capsys, monkeypatch):
+    """Other text, vocabulary or tokenizer is refused before a file changes; the same text, or --overwrite, is not."""
+    one, other = tmp_path / "t.txt", tmp_path / "u" / "t.txt"
+    other.parent.mkdir()
+    one.write_text("hello there again\n" * 500, encoding="utf-8")
+    other.write_text("Quite another story\n" * 500, encoding="utf-8")
+    out = P.prepare(vocab_size=260, inputs=[one], out_dir=tmp_path / "out")
+
+    def content():
+        return {f.name: f.read_bytes() for f in out.iterdir()}
+    first = content()
+
+    def refused(says, source=one, **more):
+        with pytest.raises(SystemExit) as e:
+            P.prepare(**{"vocab_size": 260, "inputs": [source], "out_dir": out, **more})
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and err.count("\n") == 1 and content() == first
+        assert str(out) in err and "--overwrite" in err and "--out_dir" in err and says in err
+    refused("text", other)
+    monkeypatch.setattr(P, "train_bpe", lambda documents, vocab_size: P.load_tokenizer(out))
+    refused("text", other)                                # found at the end: the tokenizer is the same
+    monkeypatch.setattr(P, "own_text", lambda paths: pytest.fail("work was done before the refusal"))
+    refused("vocab_size", vocab_size=261)
+    refused("tokenizer", tokenizer="gpt2", vocab_size=4096)
+    refused("dataset", inputs=(), dataset="sotu")
+    monkeypatch.undo()
+    P.prepare(vocab_size=260, inputs=[one], out_dir=out)
+    assert content() == first
+    P.prepare(vocab_size=260, inputs=[other], out_dir=out, overwrite=True)
+    assert meta_of(out)["splits"] != json.loads(first["meta.json"])["splits"]
+    (out / "meta.json").write_text("[1]", encoding="utf-8")                        # of another program
+    first = content()
+    refused("dataset")
+
+
+def test_a_run_of_spaces_that_the_regexes_do_not_survive(tmp_path):
+    texts = [f"words of document {i} " * 200 for i in range(25)]
+    texts[7] += " " * 1_200_000 + "\n" + "\t\u00a0" * 700_000 + "end"
+    files = [tmp_path / f"{i:02d}.txt" for i in range(25)]
+    for file, text in zip(files, texts):
+        file.write_text(text, encoding="utf-8")
+    out = P.prepare(vocab_size=270, inputs=files, out_dir=tmp_path / "out")
+    stored = P.load_tokenizer(out).decode(np.fromfile(out / "train.bin", dtype="uint16").tolist())
+    assert stored == "".join(P.EOT + text for i, text in enumerate(texts) if i % 20 not in (0, 10))
+    for text in ("", texts[0], " " * P.LONG_RUN, "a" * 2 * P.LONG_RUN):           # whole wherever it can be
+        assert P.cut_long_runs(text) == [text]
+
+
+def test_jsonl_is_read_line_by_line(tmp_path, capsys):
+    texts = [f"document {i}, é\u2028\n" * 20 for i in range(40)]
+    file = tmp_path / "notes.jsonl"
+    lines = [json.dumps({"id": i, "text": text}, ensure_ascii=i % 2) for i, text in enumerate(texts)]
+    file.write_bytes("\r\n".join([*lines, "", '{"text": ""}', ""]).encode())
+    out = P.prepare(vocab_size=270, inputs=[file], out_dir=tmp_path / "out")
+    assert [meta_of(out)["splits"][s]["documents"] for s in ("train", "val", "test")] == [36, 2, 2]
+    stored = P.load_tokenizer(out).decode(np.fromfile(out / "val.bin", dtype="uint16").tolist())
+    assert stored == P.EOT + texts[10] + P.EOT + texts[30]
+    for bad in ('{"body": "x"}', '{"text": 5}', '["text"]', "plain", '{"text": "\\ud83d"}'):
+        file.write_text(f'{lines[0]}\n{bad}\n', encoding="utf-8")
+        with pytest.raises(SystemExit):
+            P.own_text([file])
+        err = capsys.readouterr().err
+        assert f"{file}: line 2 " in err and "text" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("a.json", b"[]" * 9000, ".jsonl"), ("a.CSV", b"a,b\n" * 9000, ".jsonl"), ("a.parquet", b"PAR1" * 9000, ".jsonl"),
+    ("a.txt.gz", b"text" * 9000, "unpack"), ("a.jsonl.zst", b"text" * 9000, "unpack"), ("a.docx", b"PK" * 9000, ".txt"),
+    ("a.pdf", b"%PDF-1.4 " * 9000, ".txt"), ("a.txt", b"ab\0d" * 9000, "NUL"),
+    ("b.txt", "text".encode("utf-16-le") * 9000, "NUL"), ("c.txt", b"caf\xe9 au lait " * 9000, "UTF-8"),
+    ("empty.txt", b"", "empty"), ("folder.txt", None, "folder")])
+def test_what_is_no_plain_text_is_refused(tmp_path, name, content, says, capsys):
+    """In one sentence, with the file and a way out, whatever the other files are."""
+    (tmp_path / "good.txt").write_text("good text\n" * 900, encoding="utf-8")
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(SystemExit) as e:
+        P.own_text([tmp_path / "good.txt", path])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith(f"error: --input {path}: ") and says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_no_text(tmp_path, encoding):
+    text = "naïve text\r\n" * 900
+    for name, codec in (("plain.txt", "utf-8"), ("marked.txt", encoding)):
+        (tmp_path / name).write_bytes(text.encode(codec))
+    assert list(P.own_text([tmp_path / "marked.txt"])) == list(P.own_text([tmp_path / "plain.txt"]))
+
+
+def test_input_that_would_mislead_is_refused(tmp_path, capsys):
+    """A file given twice is in two splits; sotu.txt would be trained on as the default corpus."""
+    file = tmp_path / "sotu.txt"
+    file.write_text("hello there again\n" * 500, encoding="utf-8")
+    for settings, says in ((dict(inputs=[file, tmp_path / "." / "sotu.txt"], out_dir=tmp_path / "o"), "twice"),
+                           (dict(inputs=[file]), "--out_dir"),
+                           (dict(inputs=[file], dataset="wikitext103"), "--dataset"),
+                           (dict(dataset="wikitext103", max_tokens=float("nan")), "--max_tokens"),
+                           (dict(vocab_size=10 ** 12), "--vocab_size"),
+                           (dict(vocab_size=300, tokenizer="gpt2"), "--vocab_size")):
+        with pytest.raises(SystemExit) as e:
+            P.prepare(**settings)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and says in err and err.count("\n") == 1
+    assert not list(Path(P.__file__).parent.glob("sotu-1000000000000*"))
+
+
+def test_a_default_corpus_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(L, "ROOT", tmp_path)
+    monkeypatch.setattr(P, "sotu", lambda: P.split_by_document(["short"] * 40))
+    with pytest.raises(SystemExit):
+        L.open_data(types.SimpleNamespace(data="sotu", vocab_size=300, block_size=8))
+    assert (tmp_path / "data").is_dir() and not list((tmp_path / "data").iterdir())
 
 
 def test_changed_tokenizer_file_is_noticed(tmp_path):
