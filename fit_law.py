@@ -19,18 +19,19 @@ import json
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import brentq
 
-from law import (FORMS, bootstrap, bootstrap_weights, descend, fit_law, interval, label_groups, natural_units,
-                 predict, predict_at, rms, span, why_unidentified, worth)
+from law import (FORMS, bootstrap, bootstrap_weights, count_resamples, descend, fit_law, interval, label_groups,
+                 natural_units, predict, predict_at, rms, span, why_no_interval, why_unidentified, worth)
 from lib.console import misused, stop
 from lib.files import ROOT, check_writable
 from lib.plots import plot_law, plot_scoreboard
 from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, cmd_collect, cmd_plan, count_parameters, load_runs,
-                   nominal_budgets, number, select)
+                   nominal_budgets, number, read_rows, select)
 
 PUBLISHED = str(ROOT / "data" / "isodepth_runs.csv")
 
@@ -44,11 +45,18 @@ def check_fittable(runs, path, form):
     n, loops = len(runs["val_loss"]), np.unique(runs["n_loop"])
     if n < 10:
         stop(f"{path} has {n} runs but the law has 6 parameters: at least 10 runs are needed")
-    looped = runs["n_loop"] > 1  # r=1 has nothing to inject
+    if np.ptp(runs["val_loss"]) == 0:
+        stop(f"{path}: all runs have the loss {runs['val_loss'][0]:g}, so there is nothing to fit: check val_loss")
+    looped = runs["n_loop"] > 1
     for key in ("sweep", "n_expert", "inject", "trick"):
-        kinds = np.unique(runs[key][looped])
+        kinds, plain = set(runs[key][looped]), set(runs[key][~looped])
+        # r=1 without injection or trick serves every sweep, injection and trick, but only its own n_expert
+        serves_all = len(plain) == 1 if key == "sweep" else plain == {dict(inject="none", trick="").get(key)}
+        if not serves_all:
+            kinds |= plain
         if len(kinds) > 1:
-            stop(f"{path} mixes {key} {', '.join(map(str, kinds))}: give each its own file, or use `compare`")
+            names = ", ".join(f"{kind:g}" if key == "n_expert" else kind or "none" for kind in sorted(kinds))
+            stop(f"{path} mixes {key} {names}: keep the runs of one {key} in the file, or use `compare`")
     needed = loops_needed(form, loops)
     if needed > len(loops):
         stop(f"{path} has only n_loop {', '.join(f'{r:g}' for r in loops)}, so the recurrence term of --form={form} is "
@@ -59,8 +67,15 @@ def print_fit(runs, fit, draws, convention):
     """Print the law, its intervals and what each r is worth; returns them for --json."""
     form, n = fit["form"], len(runs["val_loss"])
     cells = "cells and their seeds" if len(np.unique(runs["seed"])) > 1 else "cells, one seed each"
-    print(f"{n} runs at {len(np.unique(runs['budget']))} budgets, form {form}; 95% intervals from "
-          f"{len(draws) - 1} resamples of (budget, r) {cells}\nconvention {convention}: {CONVENTIONS[convention]}")
+    n_valid, resamples = count_resamples(draws)
+    intervals = f"95% intervals from {resamples} resamples of (budget, r) {cells}"
+    if n_valid < resamples:
+        intervals += f", of which {n_valid} hold enough different r and count"
+    no_interval = why_no_interval(draws)
+    if no_interval:
+        intervals, draws = f"no intervals: {no_interval}", draws[:1]
+    print(f"{n} runs at {len(np.unique(runs['budget']))} budgets, form {form}; {intervals}\n"
+          f"convention {convention}: {CONVENTIONS[convention]}")
     reason = why_unidentified(fit, draws) if form == "power" else None
     parameters = natural_units(draws, fit["x"])
     for name, values in parameters.items():
@@ -101,14 +116,32 @@ def cmd_fit(args):
         stop(f"--compare predicts each budget from the others and {args.runs} has one only: add a budget")
     fit = fit_law(runs, args.form)
     draws = bootstrap(fit, bootstrap_weights(runs, args.resamples))
+    no_interval = why_no_interval(draws)
+    if args.plot and no_interval:
+        stop(f"--plot draws the interval of phi and there is none, {no_interval}: drop --plot or add budgets")
     result = print_fit(runs, fit, draws, args.convention)
     if args.compare:
         result["ranking"] = rank_forms(runs)
     if args.plot:
-        plot_law(runs, fit, draws, result, args.plot)
+        with writing("plot", args.plot):
+            plot_law(runs, fit, draws, result, args.plot)
         print(f"wrote {os.path.relpath(args.plot)}")
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, result)
+
+
+@contextmanager
+def writing(flag, path):
+    """A write that fails, on a full disk for example, ends in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        stop(f"--{flag}={path}: cannot write it ({error.strerror or error}); choose another folder")
+
+
+def write_json(path, result):
+    with writing("json", path):
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def cmd_published():
@@ -129,7 +162,8 @@ def cmd_published():
           "plain model and cost the training FLOPs\nof a plain model of 1,000M, the one of the same width and depth")
     path = "out/isodepth_law.png"
     check_writable("the folder out/", "out")
-    plot_law(runs, fit, draws, result, path)
+    with writing("plot", path):
+        plot_law(runs, fit, draws, result, path)
     print(f"wrote {path}")
 
 
@@ -176,9 +210,10 @@ def fit_phi(runs, weights, path):
     check_fittable(runs, path, "power")
     fit = fit_law(runs)
     draws = bootstrap(fit, weights)
-    reason = why_unidentified(fit, draws)
+    reason = why_no_interval(draws) or why_unidentified(fit, draws)
     if reason:
-        stop(f"phi of {path} is not identified, {reason}: add budgets, widths or n_loop")
+        stop(f"phi of {path} cannot be compared at the budgets and n_loop that the tables share, {reason}: "
+             "add budgets, widths or n_loop")
     return fit, draws[:, 5]
 
 
@@ -186,6 +221,8 @@ def cmd_compare(args):
     """phi of each trick minus phi of the baseline at the same budgets, both fitted to the same resamples."""
     base, tricks = load_runs(args.baseline, args.convention), load_runs(args.runs, args.convention)
     check_fittable(base, args.baseline, "power")
+    if args.table and os.path.isfile(args.table):
+        read_table(args.table)  # refuses a damaged one before the work
     print(f"convention {args.convention}: {CONVENTIONS[args.convention]}; {args.resamples} resamples of the budgets of "
           "each r, the same for both")
     result = {}
@@ -216,7 +253,7 @@ def cmd_compare(args):
         if args.table:
             add_line(args.table, name, result[name], trick, args)
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, result)
 
 
 # --- the scoreboard: one line for each thing that was done to the loop ---
@@ -226,15 +263,13 @@ COLUMNS = ["trick", *NUMBERS, "runs", "n_loop", "budgets", "seeds", "convention"
 
 
 def read_table(path):
-    try:
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = list(csv.DictReader(f))
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"cannot read {path} ({error}): `compare ... --table={path}` writes it")
-    for line, row in enumerate(rows, 2):
-        if not np.isfinite([number(row.get(k)) for k in NUMBERS]).all():
+    names, rows = read_rows(path, f"`compare ... --table={path}` writes it")
+    if names not in ([], COLUMNS):
+        stop(f"{path} is no scoreboard, whose columns are {','.join(COLUMNS)}: give one that `compare --table` wrote")
+    for line, row in rows.items():
+        if not np.isfinite([number(row[k]) for k in NUMBERS]).all():
             stop(f"{path} line {line}: needs a number for each of {', '.join(NUMBERS)}: repair or remove it")
-    return rows
+    return list(rows.values())
 
 
 def add_line(path, name, phi, trick, args):
@@ -245,9 +280,9 @@ def add_line(path, name, phi, trick, args):
     new["runs"], new["convention"] = len(trick["flops"]), args.convention
     new["n_loop"] = " ".join(f"{r:g}" for r in np.unique(trick["n_loop"]))
     new["budgets"], new["seeds"] = len(np.unique(trick["budget"])), len(np.unique(trick["seed"]))
-    rows = read_table(path) if os.path.exists(path) else []
+    rows = read_table(path) if os.path.isfile(path) else []
     rows = [row for row in rows if (row["trick"], row["file"]) != (name, new["file"])]
-    with open(path, "w", newline="", encoding="utf-8") as f:
+    with writing("table", path), open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows([*rows, new])
@@ -262,7 +297,8 @@ def cmd_table(args):
         print("{trick:28s} phi {phi} [{phi_low}, {phi_high}]   {difference} [{difference_low}, {difference_high}] over "
               "its baseline {baseline}; {runs} runs, r = {n_loop}, convention {convention}, {file}".format(**row))
     path = args.plot or os.path.splitext(args.scoreboard)[0] + ".png"
-    plot_scoreboard(rows, path)
+    with writing("plot", path):
+        plot_scoreboard(rows, path)
     print(f"wrote {os.path.relpath(path)}")
 
 
@@ -276,7 +312,7 @@ def fit_parabolas(runs, by):
     for values in sorted(set(zip(*columns))):
         *variant, budget = values
         cell = select(runs, np.all([runs[k] == v for k, v in zip(keys, values)], axis=0))
-        name = ",".join(f"{v:g}" if isinstance(v, float) else v for v in variant)
+        name = ",".join(f"{v:.12g}" if isinstance(v, float) else v for v in variant)
         if len(np.unique(cell["n_embd"])) < 3:
             print(f"skipped {name} at {budget:.3g} FLOPs: a parabola needs 3 widths", file=sys.stderr)
             continue
@@ -288,12 +324,14 @@ def fit_parabolas(runs, by):
 
 
 def find_optimum(cell, noise, n, rng):
-    """[N*, D*, L*], each (1 + n,): the vertex of the parabola, then of n parabolas fitted to it with fresh noise."""
+    """[N*, D*, L*], each (1 + n,): the minimum of the parabola, then of n parabolas fitted to it with fresh noise. NaN
+    where a parabola bends down: its vertex is a maximum."""
     log_n, basis = cell["log_n"], cell["basis"]
     noisy = cell["parabola"] + noise * rng.standard_normal((n, len(log_n)))
     loss = np.vstack([cell["val_loss"], noisy])
     a, b, c = np.linalg.pinv(basis) @ loss.T
-    vertex = np.where(a > 0, -b / (2 * a), np.nan)  # one that bends down has no optimum
+    a = np.where(a > 0, a, np.nan)
+    vertex = -b / (2 * a)
     log_tokens = np.polyfit(basis[:, 1], np.log(cell["tokens"]), 2)
     log_d = np.polyval(log_tokens, vertex)
     with np.errstate(over="ignore"):  # the vertex of a nearly straight line is far away
@@ -304,11 +342,17 @@ def cmd_isoflop(args):
     """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
     n_rec: those stored, and of experts those that work on one token."""
     runs, by = load_runs(args.runs), args.by.split(",")
-    if len(np.unique(runs["sweep"])) > 1:
+    if "sweep" not in by and len(np.unique(runs["sweep"])) > 1:
         by = ["sweep", *by]
     unknown = [k for k in by if k not in runs]
     if unknown:
-        stop(f"--by={args.by}: {args.runs} has no column {', '.join(unknown)}; it has {', '.join(runs)}")
+        stop(f"--by={args.by}: {args.runs} has no column {', '.join(map(repr, unknown))}; it has {', '.join(runs)}")
+    variants = label_groups(runs, *by)
+    pooled = [key for key in ("n_loop", "n_expert", "inject", "trick")
+              if label_groups(runs, *by, key).max() > variants.max()]
+    if pooled:
+        stop(f"--by={args.by}: {args.runs} has runs that differ in {', '.join(pooled)}, which one parabola would mix: "
+             f"use --by={','.join([args.by, *pooled])}")
     cells = fit_parabolas(runs, by)
 
     # The noise around the parabolas, each of which takes three degrees of freedom.
@@ -318,24 +362,34 @@ def cmd_isoflop(args):
     squares = sum(((cell["parabola"] - cell["val_loss"]) ** 2).sum() for cell in cells.values())
     noise = (squares / spare) ** 0.5
     print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"
-          f"{','.join(by)}: FLOPs, N*, D*, L* in nats, L* minus that of the first {by[-1]}")
+          f"{','.join(by)}: FLOPs, N*, D*, L* in nats, L* minus that of {','.join(by)} {next(iter(cells))[0]}")
 
-    optima = {}  # {variant: {budget: [N*, D*, L*]}}
+    optima = {name: {} for name, _ in cells}  # {variant: {budget: [N*, D*, L*]}}
+    first, *_ = optima.values()
     rng = np.random.default_rng(0)
     for (name, budget), cell in cells.items():
         optimum = find_optimum(cell, noise, args.resamples, rng)
-        optima.setdefault(name, {})[budget] = optimum
-        line = f"{name:4s} {budget:.2e}  " + "  ".join(map(span, optimum, (3, 3, 5)))
-        first = next(iter(optima.values())).get(budget, optimum)
-        if first is not optimum:
-            line += f"  {span(optimum[2] - first[2])}"
-        if not cell["log_n"].min() < np.log(optimum[0][0]) < cell["log_n"].max():
-            line += "  outside the widths tried"
+        line = f"{name:4s} {budget:.2e}  "
+        reason = why_no_minimum(cell, optimum[0][0])
+        if reason:
+            print(f"{line}no minimum inside the widths, {reason}: left out of the differences and exponents")
+            continue
+        optima[name][budget] = optimum
+        line += "  ".join(map(span, optimum, (3, 3, 5)))
+        if budget in first and optima[name] is not first:
+            line += f"  {span(optimum[2] - first[budget][2])}"
+        n_valid = np.count_nonzero(~np.isnan(optimum[2][1:]))
+        if n_valid < args.resamples:
+            line += f"  ({n_valid} of {args.resamples} parabolas have a minimum)"
         print(line)
 
     print("\nexponents of C: N*, D*, L* with its sign changed, and a of L* = E + k C^-a")
     for name, by_budget in optima.items():
+        n_budgets = sum(variant == name for variant, _ in cells)
+        left = f"{len(by_budget)} of {n_budgets} budgets have a minimum inside the widths"
         if len(by_budget) < 2:
+            if n_budgets > 1:
+                print(f"{name:4s} none: {left}")
             continue
         c = np.array(list(by_budget))
         n, d, loss = np.stack(list(by_budget.values()), axis=2)  # (1 + S, budgets) each
@@ -344,7 +398,19 @@ def cmd_isoflop(args):
             exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
         if len(c) > 3:
             exponents.append(saturating_exponent(c, loss))
-        print(f"{name:4s} " + "   ".join(map(span, exponents)))
+        print(f"{name:4s} " + "   ".join(map(span, exponents)) + f"   ({left})" * (len(by_budget) < n_budgets))
+
+
+def why_no_minimum(cell, n_star):
+    """None, or the reason why the parabola of a cell has no minimum between its smallest and largest N."""
+    if np.isnan(n_star):
+        return "the parabola bends down"
+    if n_star <= np.exp(cell["log_n"].min()):
+        return "the loss still falls at the smallest N"
+    if n_star >= np.exp(cell["log_n"].max()):
+        return "the loss still falls at the largest N"
+    return None
+
 
 
 def saturating_exponent(c, loss):
@@ -356,7 +422,8 @@ def saturating_exponent(c, loss):
         solution = loss @ np.linalg.pinv(basis).T  # (S, 2): E and k
         residual = loss - solution @ basis.T
         squares.append(np.where(solution[:, 0] >= 0, (residual ** 2).sum(1), np.inf))
-    return exponents[np.argmin(squares, axis=0)]
+    best = exponents[np.argmin(squares, axis=0)]
+    return np.where(np.isfinite(np.min(squares, axis=0)), best, np.nan)
 
 
 def size_models(runs, r, args):
@@ -368,17 +435,27 @@ def size_models(runs, r, args):
     depth = loops * recur
     if depth % r:
         stop(f"--n_loop={r}: the {depth} layers of the loop in {args.runs} do not divide by it")
-    inject = str(like["inject"][0]) if r > 1 else "none"
+    inject = str(like["inject"][0]) if r > 1 or 1 in runs["n_loop"] else "none"
     head_dim = int(np.gcd.reduce(runs["n_embd"].astype(int)))
     rows = []
     for d in range(head_dim, 200 * head_dim, head_dim):
-        cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
-                     n_prelude=prelude, n_recur=depth // r, n_coda=coda, n_loop=r, inject=inject)
+        try:
+            cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
+                         n_prelude=prelude, n_recur=depth // r, n_coda=coda, n_loop=r, inject=inject)
+        except ValueError as error:
+            stop(f"{args.runs}: its models cannot be sized without their trick ({error}); take runs without a trick")
         n = LoopedLM.param_counts(cfg)
         rec = n["recurrent"] + n["injection"]
         counts = count_parameters(n["once"], rec, n["injection"], d, r, args.convention)
         rows.append((d, LoopedLM.flops_per_token(cfg), *counts))
-    return np.array(rows).T
+    models = np.array(rows).T
+    per_token = dict(zip(models[0], models[1]))
+    for d, spent in zip(like["n_embd"], like["flops"] / like["tokens"]):
+        expected = per_token.get(d, spent)
+        if loops == r and not 1 / SAME_BUDGET < spent / expected < SAME_BUDGET:
+            stop(f"--vocab_size={args.vocab_size} --block_size={args.block_size}: n_loop {r} and n_embd {d:.0f} take "
+                 f"{expected:.3g} FLOPs a token, but in {args.runs} {spent:.3g}: give the runs' vocabulary and context")
+    return models
 
 
 def best_model(fit, models, r, flops):
@@ -390,6 +467,15 @@ def best_model(fit, models, r, flops):
     return loss[k], d[k], once[k] + rec[k], tokens[k]
 
 
+def check_width(model, models, args):
+    """Stop where the best model is the narrowest or the widest that was tried: the best of all is beyond it."""
+    width, narrowest, widest = model[1], models[0].min(), models[0].max()
+    if width in (narrowest, widest):
+        side, other = (f"beyond {width:.0f}", "smaller") if width == widest else (f"at most {width:.0f}", "larger")
+        stop(f"--flops={args.flops:g}: the best width is {side}, too far from the runs of {args.runs}; "
+             f"take a {other} budget")
+
+
 def cmd_allocate(args):
     """Width and tokens with the lowest loss under the fitted law, and the FLOPs at which r=1 reaches that loss."""
     runs = load_runs(args.runs, args.convention)
@@ -398,24 +484,29 @@ def cmd_allocate(args):
     if missing:
         stop(f"{args.runs} lacks the column {', '.join(missing)}, which says what a model of the law looks like")
     fit = fit_law(runs)
-    looped = best_model(fit, size_models(runs, args.n_loop, args), args.n_loop, args.flops)
-    plain_models = size_models(runs, 1, args)
+    looped_models, plain_models = size_models(runs, args.n_loop, args), size_models(runs, 1, args)
+    looped = best_model(fit, looped_models, args.n_loop, args.flops)
+    check_width(looped, looped_models, args)
 
     def excess(x):
         """Lowest loss of r=1 with 10^x times the FLOPs, minus that of the looped model."""
         return best_model(fit, plain_models, 1, args.flops * 10 ** x)[0] - looped[0]
 
+    if not excess(3) <= 0 <= excess(-3):
+        stop(f"--flops={args.flops:g}: r=1 reaches that loss at no budget within a factor of 1000, too far from the "
+             f"runs of {args.runs}; take another budget")
     cost = args.flops * 10 ** brentq(excess, -3, 3)
     plain = best_model(fit, plain_models, 1, cost)
-    widest = plain_models[0].max()
-    if widest in (looped[1], plain[1]):
-        stop(f"--flops={args.flops:g}: the best width is beyond {widest:.0f}, too far from the runs of {args.runs}; "
-             "take a smaller budget")
+    check_width(plain, plain_models, args)
     print(f"law of {os.path.relpath(args.runs)}: phi {fit['phi']:.4f}, convention {args.convention}")
     for r, flops, (loss, d, n, tokens) in ((args.n_loop, args.flops, looped), (1, cost, plain)):
         print(f"r={r}: {flops:.3g} FLOPs reach {loss:.4f} nats with n_embd {d:.0f} (N {n:.3g}) on {tokens:.3g} tokens")
-    beyond = args.flops / runs["budget"].max()
+    beyond, below = args.flops / runs["budget"].max(), args.flops / runs["budget"].min()
     warning = f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""
+    if below * SAME_BUDGET < 1:
+        warning = f"; the budget is {below:.3g}x the smallest that was fitted"
+    if args.n_loop not in runs["n_loop"]:
+        warning += f"; no run with r={args.n_loop} was fitted"
     print(f"so r=1 needs {cost / args.flops:.3f} of the FLOPs for that loss{warning}")
 
 
@@ -494,12 +585,24 @@ def main():
     args = parse_args()
     for flag in ("budgets", "widths", "loops", "vocab_size", "block_size", "speed", "flops", "n_loop", "resamples"):
         values = getattr(args, flag, None)
-        if values is not None and not 0 < np.min(values) <= np.max(values) < np.inf:
-            stop(f"--{flag}: must be positive and finite")
+        if values is None:
+            continue
+        for value in values if isinstance(values, list) else [values]:
+            if not 0 < value < np.inf:
+                text = f"{value:g}" if isinstance(value, float) else value
+                stop(f"--{flag}={text}: must be positive and finite")
+            if isinstance(value, int) and value > 10 ** 9:
+                stop(f"--{flag}={value}: must be at most 1000000000")
+    if not 20 <= getattr(args, "resamples", 20) <= 100_000:
+        stop(f"--resamples={args.resamples}: 95% intervals take from 20 to 100000")
     for flag in ("json", "plot", "table"):  # before the work, not after it
         path = getattr(args, flag, None)
-        if path and (os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK)):
+        if path is None:
+            continue
+        if not path or os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
             stop(f"--{flag}={path}: cannot write there; give a file in a folder that exists")
+        if flag == "plot" and not path.lower().endswith((".png", ".pdf", ".svg")):
+            stop(f"--plot={path}: give the picture a name that ends in .png, .pdf or .svg")
     args.function(args)
 
 

@@ -251,13 +251,39 @@ def bootstrap(fit, weights):
 
 
 def interval(values):
-    """95% interval of an estimate, values[0], from its resamples, values[1:]: their 2.5 and 97.5 percentiles."""
-    return np.nanpercentile(values[1:], [2.5, 97.5]).tolist()
+    """95% interval of an estimate, values[0], from its resamples, values[1:]: their 2.5 and 97.5 percentiles.
+
+    None where fewer than half of the resamples have a value (the others are NaN): those do not stand for all.
+    """
+    resamples = values[1:]
+    n_valid = np.count_nonzero(~np.isnan(resamples))
+    if n_valid == 0 or n_valid < len(resamples) / 2:
+        return None
+    return np.nanpercentile(resamples, [2.5, 97.5]).tolist()
 
 
 def span(values, digits=3):
-    estimate, low, high = (f"{v:.{digits}g}" for v in (values[0], *interval(values)))
-    return f"{estimate} [{low}, {high}]"
+    """The estimate as text, and its interval where there is one."""
+    bounds = interval(values)
+    estimate, *edges = (f"{v:.{digits}g}" for v in (values[0], *(bounds or [])))
+    return f"{estimate} [{', '.join(edges)}]" if bounds else estimate
+
+
+def count_resamples(draws):
+    """How many resamples hold enough different r for the form, and how many there are."""
+    n_valid = np.count_nonzero(~np.isnan(draws[1:, 0]))
+    return n_valid, len(draws) - 1
+
+
+def why_no_interval(draws):
+    """None, or the reason why the resamples do not say how sure the estimate is."""
+    n_valid, n = count_resamples(draws)
+    if n_valid < n / 2:
+        return f"only {n_valid} of {n} resamples hold enough different r, fewer than half"
+    resamples = draws[1:][~np.isnan(draws[1:, 0])]
+    if np.allclose(resamples, resamples[0], rtol=1e-6, atol=1e-9):
+        return f"all {n_valid} resamples with enough different r give the same law"
+    return None
 
 
 def why_unidentified(fit, draws):
@@ -268,7 +294,7 @@ def why_unidentified(fit, draws):
     unexplained = by_phi - others @ solution
     if np.linalg.norm(unexplained) <= 1e-6 * np.linalg.norm(by_phi):
         return "the other parameters make up for any phi on these runs"
-    low, high = interval(draws[:, 5])
+    low, high = interval(draws[:, 5]) or (np.nan, np.nan)
     if low < 0 and high > 1:
         return f"its 95% interval [{low:.2f}, {high:.2f}] holds both 0 (adds nothing) and 1 (a fresh block)"
     return None

@@ -99,7 +99,7 @@ def cmd_collect(args):
             rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
         except OSError:
             print(f"skipped {folder}: it has no summary.json, which a finished run writes", file=sys.stderr)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             stop(f"{path} is not a summary of train.py ({type(error).__name__}: {error}): remove it and run again")
     if not rows:
         stop(f"none of the {len(args.folders)} folders holds a finished run: give the --out_dir folders of train.py")
@@ -111,7 +111,9 @@ def cmd_collect(args):
 ALIASES = {"C_flops": "flops", "r": "n_loop", "d_model": "n_embd", "N_once": "n_once", "N_rec": "n_rec",
            "D_tokens": "tokens", "val_loss_nats": "val_loss"}  # names in the digitised tables
 REQUIRED = ["flops", "n_loop", "n_embd", "n_once", "n_rec", "tokens", "val_loss"]
-OPTIONAL = dict(sweep="", inject="linear", trick="", n_expert=0.0, seed=0.0)  # columns that some tables leave out
+OPTIONAL = dict(sweep="", trick="", n_expert=0.0, seed=0.0)  # columns that some tables leave out, besides inject
+WHOLE = ["n_loop", "n_embd", "n_prelude", "n_recur", "n_coda", "n_expert", "seed"]
+TEXT = ["sweep", "run", "inject", "trick"]  # a sweep called 7 is a name
 IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "trick", "n_embd", "seed"]  # runs differ in one of these
 
 
@@ -122,39 +124,78 @@ def number(text):
         return np.nan
 
 
+def read_rows(path, source):
+    """The column names of a CSV file and {line number: {column: text}}; stops where a cell's column is in doubt.
+
+    source: what the error says about where such a file comes from.
+    """
+    lines, line = {}, 1
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as f:
+            reader = csv.reader(f, strict=True)
+            for cells in reader:
+                if cells:  # not a blank line
+                    lines[line] = [cell.strip() for cell in cells]
+                line = reader.line_num + 1
+    except csv.Error as error:
+        stop(f"{path} line {line} is not CSV ({error}): repair that line")
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"cannot read {path} ({error}): {source}")
+    if not lines:
+        return [], {}
+    top = min(lines)
+    names = [ALIASES.get(name, name) for name in lines.pop(top)]
+    if "" in names:
+        stop(f"{path} line {top}: column {names.index('') + 1} has no name: name it or remove it")
+    for name in names:
+        if names.count(name) > 1:
+            stop(f"{path} line {top}: {names.count(name)} columns hold {name}: keep one of them")
+    for line, cells in lines.items():
+        if len(cells) != len(names):
+            stop(f"{path} line {line} has {len(cells)} cells, but there are {len(names)} columns: repair or remove it, "
+                 "and write numbers without a comma")
+    return names, {line: dict(zip(names, cells)) for line, cells in lines.items()}
+
+
 def load_runs(path, convention="written"):
     """A table of runs as a dict of columns (n,), checked, with N_once and N_rec counted by the convention.
 
-    Adds `budget`, the nominal FLOPs, and the OPTIONAL columns that the table leaves out.
+    Adds `budget`, the nominal FLOPs, and the columns OPTIONAL and inject that the table leaves out.
     """
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as f:
-            rows = [{ALIASES.get(k, k): v for k, v in row.items()} for row in csv.DictReader(f, restkey="beyond")]
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"cannot read {path} ({error}): give a table made by `collect`, or one of data/isodepth*.csv")
-    missing = [k for k in REQUIRED if not rows or k not in rows[0]]
+    names, rows = read_rows(path, "give a table made by `collect`, or one of data/isodepth*.csv")
+    missing = [k for k in REQUIRED if not rows or k not in names]
     if missing:
         stop(f"{path} has no runs or lacks the column {', '.join(missing)}: make it with `collect out/* > runs.csv`")
-    for line, row in enumerate(rows, 2):
+    for line, row in rows.items():
         for key in REQUIRED:
             value = number(row[key])
             if not (0 < value < np.inf or value == 0 and key == "n_once"):  # NaN fails both
                 stop(f"{path} line {line}: {key} is {row[key]!r}, not a positive number: repair or remove that run")
+        for key in WHOLE:
+            if key in row and not number(row[key]) % 1 == 0:  # NaN is not equal
+                stop(f"{path} line {line}: {key} is {row[key]!r}, not a whole number: repair or remove that run")
+        if row.get("inject") == "":
+            stop(f"{path} line {line}: inject is empty: write none, linear or what the run had")
     runs = {key: np.full(len(rows), value) for key, value in OPTIONAL.items()}
-    for key in rows[0]:
-        texts = [row[key] for row in rows]
+    for key in names:
+        texts = np.array([row[key] for row in rows.values()])
         values = np.array([number(text) for text in texts])
-        runs[key] = np.array([str(text) for text in texts]) if np.isnan(values).any() else values
+        runs[key] = texts if key in TEXT or np.isnan(values).any() else values
+    if "inject" not in names:
+        runs["inject"] = np.where(runs["n_loop"] > 1, "linear", "none")
     runs["budget"] = nominal_budgets(runs["flops"])
     first = {}
-    for line, key in enumerate(zip(*(runs[k] for k in IDENTITY)), 2):
+    for line, key in zip(rows, zip(*(runs[k] for k in IDENTITY))):
         if first.setdefault(key, line) != line:
             stop(f"{path} lines {first[key]} and {line} are one run (same {', '.join(IDENTITY)}): keep one of them")
     if convention == "page" and not ({"n_prelude", "n_recur", "n_coda"} <= runs.keys() and np.all(
             runs["n_prelude"] + runs["n_loop"] * runs["n_recur"] + runs["n_coda"] == 20)):
         stop(f"--convention=page holds for the paper's grid of 20 layers only and {path} is another: use written")
-    has_matrix = (runs["n_loop"] > 1) & (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
+    has_matrix = (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
     matrix = 2 * runs["n_embd"] ** 2 * has_matrix
+    for line, size, rec in zip(rows, matrix, runs["n_rec"]):
+        if rec <= size:
+            stop(f"{path} line {line}: n_rec is {rec:g}, but its injection matrix alone has {size:g}: repair that run")
     runs["n_once"], runs["n_rec"] = count_parameters(runs["n_once"], runs["n_rec"], matrix, runs["n_embd"],
                                                      runs["n_loop"], convention)
     return runs

@@ -23,6 +23,7 @@ import law as W
 import sweep as S
 
 CASES = F.PUBLISHED.replace("runs", "casestudy_runs")
+RESULTS = F.ROOT / "results"
 
 
 def rows_of(path=F.PUBLISHED):
@@ -221,6 +222,85 @@ def test_isoflop_optima_and_exponents(cli):
         assert n_star / 1e6 == pytest.approx(millions, rel=0.005, abs=0.05)  # it is printed with three digits
     published = [[.535, .559], [.601, .503], [.619, .483], [.611, .486]]
     assert np.array([estimates(line)[:2] for line in exponents[1:]]) == pytest.approx(np.array(published), abs=0.003)
+
+
+def bent_down(rows, *cells):
+    """rows of the published table with the losses of these (r, budget) cells turned upside down."""
+    for row in rows:
+        if (row["r"], row["C_flops"]) in cells:
+            row["val_loss_nats"] = f"{6 - float(row['val_loss_nats']):.4f}"
+    return rows
+
+
+@pytest.mark.filterwarnings("error")
+def test_isoflop_leaves_out_a_maximum(cli, tmp_path):
+    rows = bent_down(rows_of(), ("2", "4.64e+18"), ("1", "1e+19"))
+    done = cli("isoflop", write_rows(tmp_path / "bent.csv", rows))
+    assert done.returncode == 0, done.stderr
+    optima, exponents = (part.splitlines() for part in done.stdout.split("\n\n"))
+    said = [line[:13] for line in optima if "no minimum inside the widths, the parabola bends down" in line]
+    assert said == ["1    1.00e+19", "2    4.64e+18"] and "nan" not in done.stdout
+    by_cell = {line[:13]: estimates(line) for line in optima[2:]}
+    assert len(by_cell["2    1.00e+19"]) == 3 and len(by_cell["2    2.15e+19"]) == 4  # no r=1 to subtract there
+    assert by_cell["4    4.64e+18"][3] == pytest.approx(0.0615, abs=2e-4)
+    assert "5 of 6 budgets" in exponents[1] and "5 of 6 budgets" in exponents[2] and "budgets" not in exponents[3]
+    assert estimates(exponents[2])[:3] == pytest.approx([0.600, 0.502, 0.0571], abs=2e-3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_isoflop_of_straight_lines_has_no_optimum(cli, tmp_path):
+    rows = rows_of()
+    for k, row in enumerate(rows):
+        row["val_loss_nats"] = 5 - 0.1 * np.log(float(row["N_once"]) + float(row["N_rec"])) + 1e-3 * (k % 3)
+    done = cli("isoflop", write_rows(tmp_path / "straight.csv", rows))
+    assert done.returncode == 0 and done.stdout.count("no minimum inside the widths") == 24
+    assert "the loss still falls at the largest N" in done.stdout
+    assert done.stdout.count("none: 0 of 6 budgets") == 4
+
+
+def test_resamples_without_a_minimum_are_left_out():
+    """Noise as large as the bend: those that bend down must not lift L*; without half of them there is no interval."""
+    rng, log_n = np.random.default_rng(0), np.linspace(-1, 1, 5)
+    basis = np.vander(log_n, 3)
+    for bend in (0.05, 0.001):
+        loss = 3 + bend * log_n ** 2
+        cell = dict(log_n=log_n, basis=basis, parabola=loss, val_loss=loss, tokens=np.exp(-log_n))
+        n, d, best = F.find_optimum(cell, 0.05, 1000, rng)
+        assert np.isnan(best).sum() == np.isnan(n).sum() == np.isnan(d).sum() > 50
+        assert best[0] == pytest.approx(3)
+    values = np.array([1.0, *np.linspace(0, 2, 499), *[np.nan] * 501])
+    assert W.interval(values) is None and W.span(values) == "1"
+    assert W.interval(values[:-2]) == pytest.approx([0.05, 1.95])
+    c = np.array([1e17, 1e18, 1e19, 1e20])
+    a = F.saturating_exponent(c, np.stack([1.5 + (c / 1e17) ** -0.1, np.full(4, np.nan)]))
+    assert a[0] == pytest.approx(0.1, abs=2e-3) and np.isnan(a[1])
+
+
+@pytest.mark.parametrize("flags, said", [([], "--by=n_loop,n_expert"), (["--by=n_expert"], "--by=n_expert,n_loop")])
+def test_isoflop_refuses_to_pool_variants(flags, said, cli):
+    done = cli("isoflop", f"{RESULTS}/moe_runs.csv", *flags)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("key, value", [("inject", "add"), ("trick", "gate"), ("n_expert", "8")])
+def test_runs_that_differ_in_one_column_are_not_pooled(key, value, cli, tmp_path):
+    """Half of the runs of each cell have it; r=1 runs may have no injection and no trick where the looped ones do."""
+    common = dict(inject="none", trick="", n_expert="0")
+    rows = [row | common | ({key: value} if k % 2 else {}) for k, row in enumerate(rows_of())]
+    path = write_rows(tmp_path / "mixed.csv", rows)
+    done = cli("isoflop", path)
+    assert done.returncode == 2 and f"--by=n_loop,{key}" in done.stderr
+    assert f"mixes {key}" in cli("fit", path).stderr
+    looped = [row | common | ({key: value} if row["r"] != "1" else {}) for row in rows_of()]
+    path = write_rows(tmp_path / "looped.csv", looped)
+    assert cli("isoflop", path, "--resamples=20").returncode == 0
+    done = cli("fit", path, "--resamples=20")
+    if key == "n_expert":
+        assert done.returncode == 2 and "mixes n_expert 0, 8: keep the runs of one n_expert" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        plain = [row | {key: "other" if row["r"] == "1" else row[key]} for row in looped]
+        assert f"mixes {key}" in cli("fit", write_rows(tmp_path / "plain.csv", plain)).stderr
 
 
 def test_held_out_budgets_and_largest_r():
@@ -583,6 +663,153 @@ def test_bad_tables(edit, said, tmp_path, capsys):
     assert stopped.value.code == 2 and said in message and message.count("\n") == 1
 
 
+def edit_line(number, old, new):
+    def edit(lines):
+        assert old in lines[number - 1]
+        return [line.replace(old, new, 1) if k == number else line for k, line in enumerate(lines, 1)]
+    return edit
+
+
+@pytest.mark.parametrize("edit, said", [
+    (edit_line(2, "976748544", "976,748,544"), "line 2 has 18 cells, but there are 16 columns"),
+    (lambda lines: [*lines[:4], lines[4] + ",872", *lines[5:]], "line 5 has 17 cells"),
+    (lambda lines: [*lines[:4], lines[4].rsplit(",", 1)[0], *lines[5:]], "line 5 has 15 cells"),
+    (lambda lines: [lines[0], "", "", *lines[1:4], lines[4] + ",872"], "line 7 has 17 cells"),
+    (edit_line(1, "steps", "d_model"), "line 1: 2 columns hold n_embd"),
+    (edit_line(1, "steps", "n_embd"), "line 1: 2 columns hold n_embd"),
+    (edit_line(1, "steps", " "), "line 1: column 13 has no name"),
+    (lambda lines: [line + "," for line in lines], "column 17 has no name"),
+    (edit_line(3, "baseline", '"base'), "line 3 is not CSV"),
+    (edit_line(3, "baseline", '"base"line'), "line 3 is not CSV"),
+    (lambda lines: [*lines, lines[0]], "line 118: flops is 'C_flops'"),
+    (edit_line(4, ",20,", ",,"), "line 4: n_recur is ''"),
+    (lambda lines: [lines[0] + ",inject", *(line + ",linear" for line in lines[1:-1]), lines[-1] + ","],
+     "line 117: inject is empty"),
+    (lambda lines: [lines[0] + ",seed", *(line + ",x" for line in lines[1:])], "line 2: seed is 'x'"),
+    (lambda lines: [lines[0], *(",".join([*line.split(",")[:9], "1000", *line.split(",")[10:]]) for line in lines[1:])],
+     "line 6: n_rec is 1000, but its injection matrix alone has 294912"),
+    (lambda lines: [], "has no runs")])
+def test_tables_that_can_be_read_in_two_ways(edit, said, tmp_path, capsys):
+    with open(F.PUBLISHED, encoding="utf-8") as f:
+        lines = f.read().splitlines()
+    (tmp_path / "bad.csv").write_text("\n".join(edit(lines)) + "\n")
+    with pytest.raises(SystemExit) as stopped:
+        S.load_runs(tmp_path / "bad.csv")
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in message and message.count("\n") == 1
+
+
+def test_spaces_around_cells_and_a_numeric_sweep_change_nothing(tmp_path):
+    with open(F.PUBLISHED, encoding="utf-8") as f:
+        text = f.read()
+    (tmp_path / "spaced.csv").write_text(text.replace(",", " , ").replace("baseline", "7"))
+    table, plain = S.load_runs(tmp_path / "spaced.csv"), runs("written")
+    assert (table["sweep"] == "7").all() and (table["n_rec"] == plain["n_rec"]).all()
+
+
+def test_injection_at_r_1_is_subtracted_where_the_table_names_it(tmp_path):
+    matrix = 2 * 384 ** 2
+    rows = [row | dict(inject="none" if k else "linear") for k, row in enumerate(rows_of())]
+    path = write_rows(tmp_path / "linear.csv", rows)
+    for convention, once, rec in (("no_inj", 0, -matrix), ("inj_once", matrix, -matrix), ("written", 0, 0)):
+        table = S.load_runs(path, convention)
+        assert table["n_once"][0] == float(rows[0]["N_once"]) + once
+        assert table["n_rec"][0] == float(rows[0]["N_rec"]) + rec
+        assert (table["n_rec"][1:] == [float(row["N_rec"]) for row in rows[1:]]).all()
+    published = S.load_runs(F.PUBLISHED, "no_inj")
+    subtracted = [float(row["N_rec"]) for row in rows] - published["n_rec"]
+    assert (subtracted == np.where(published["n_loop"] > 1, 2 * published["n_embd"] ** 2, 0)).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_resamples_that_count_are_said_and_no_interval_without_them(cli, tmp_path):
+    done = cli("fit", F.PUBLISHED, "--budgets", "1e18", "--form=free", f"--json={tmp_path / 'free.json'}")
+    assert done.returncode == 0, done.stderr
+    assert "no intervals: only 84 of 1000 resamples hold enough different r, fewer than half" in done.stdout
+    assert "[" not in done.stdout and "A      44.27\n" in done.stdout
+    some = cli("fit", F.PUBLISHED, "--form=free").stdout
+    assert "1000 resamples of (budget, r) cells, one seed each, of which 992 hold enough different r" in some
+    assert "m_2    1.303 [1.2" in some
+    # r = 1 and 4 at one budget: about half of the resamples hold both, and those are all the same
+    table = write_rows(tmp_path / "two.csv", [row for row in rows_of() if row["C_flops"] == "1e+18"
+                                              and row["r"] in "14"])
+    done = cli("fit", table, f"--json={tmp_path / 'two.json'}")
+    assert done.returncode == 0 and "no intervals: " in done.stdout and "[" not in done.stdout
+    assert json.loads((tmp_path / "two.json").read_text())["phi_ci"] is None
+    refused = cli("fit", table, f"--plot={tmp_path / 'two.png'}")
+    assert refused.returncode == 2 and "drop --plot" in refused.stderr
+
+
+def test_comparing_at_one_budget_has_no_interval(cli, tmp_path):
+    one = write_rows(tmp_path / "one.csv", [row for row in rows_of(CASES) if float(row["C_flops"]) == 1e18])
+    done = cli("compare", F.PUBLISHED, one)
+    assert done.returncode == 2 and "all 1000 resamples" in done.stderr and "add budgets" in done.stderr
+
+
+@pytest.mark.parametrize("flops, said", [
+    ("1", "at most 128"), ("1e5", "at most 128"), ("1e27", "beyond 25472"), ("1e30", "beyond 25472"),
+    ("1e300", "beyond 25472")])
+def test_allocate_refuses_budgets_far_from_the_runs(flops, said, cli):
+    done = cli("allocate", f"--flops={flops}", "--n_loop=4")
+    assert done.returncode == 2 and done.stderr.startswith(f"error: --flops={float(flops):g}: the best width is {said}")
+
+
+def test_allocate_says_what_was_not_fitted(cli):
+    assert "the budget is 0.216x the smallest" in cli("allocate", "--flops=1e17", "--n_loop=4").stdout
+    assert "no run with r=16 was fitted" in cli("allocate", "--flops=1e19", "--n_loop=16").stdout
+
+
+def test_allocate_when_no_plain_model_reaches_the_loss(cli, tmp_path):
+    """phi = 6: 8 passes multiply the block by 262,144."""
+    table = synthetic(1e-4, truth=(1.6, 28.0, 900.0, 0.2, 0.37, 6.0))
+    rows = [row | dict(val_loss_nats=loss) for row, loss in zip(rows_of(), table["val_loss"])]
+    done = cli("allocate", "--flops=1e19", "--n_loop=8", f"--runs={write_rows(tmp_path / 'phi6.csv', rows)}")
+    assert done.returncode == 2 and "r=1 reaches that loss at no budget within a factor of 1000" in done.stderr
+
+
+def test_allocate_of_models_with_a_trick_is_refused(cli, tmp_path):
+    rows = [row for row in rows_of(f"{RESULTS}/trick_runs.csv") if row["sweep"] == "hyperconnections"]
+    table = write_rows(tmp_path / "hyper.csv", rows)
+    done = cli("allocate", f"--runs={table}", "--flops=3e12", "--n_loop=2", "--vocab_size=1024", "--block_size=256")
+    assert done.returncode == 2 and "cannot be sized without their trick" in done.stderr
+
+
+def test_allocate_needs_the_vocabulary_of_the_runs(cli):
+    """With the paper's 32,064 tokens in its head a pocket model is ten times as costly: the optimum would be wrong."""
+    flags = ["allocate", f"--runs={RESULTS}/pocket_runs.csv", "--flops=5e12", "--n_loop=4"]
+    done = cli(*flags)
+    assert done.returncode == 2 and "--vocab_size=32064" in done.stderr
+    assert cli(*flags, "--vocab_size=1024", "--block_size=256").returncode == 0
+
+
+def test_a_failing_write_is_one_sentence(cli, tmp_path):
+    """A link to /dev/full is a file on a full disk."""
+    for name in ("full.json", "full.png", "full.csv"):
+        (tmp_path / name).symlink_to("/dev/full")
+    fit = ["fit", f"{RESULTS}/pocket_runs.csv", "--resamples=20"]
+    compare = ["compare", f"{RESULTS}/pocket_runs.csv", f"{RESULTS}/trick_runs.csv", "--resamples=20"]
+    for command, flag, name in ((fit, "json", "full.json"), (fit, "plot", "full.png"), (compare, "table", "full.csv"),
+                                (compare, "json", "full.json"), (["table"], "plot", "full.png")):
+        done = cli(*command, f"--{flag}={tmp_path / name}")
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and last.startswith(f"error: --{flag}={tmp_path / name}: cannot write it"), last
+
+
+@pytest.mark.parametrize("edit, said", [
+    (lambda text: text.replace("trick,", "name,"), "is no scoreboard"),
+    (lambda text: text.replace(",page,", ",page,,", 1), "line 2 has 15 cells"), (lambda text: "", "no line yet")])
+def test_bad_scoreboards(edit, said, cli, tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_text(edit((RESULTS / "phi_table.csv").read_text()))
+    done = cli("table", table)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_collect_refuses_a_summary_that_is_a_list(cli, tmp_path):
+    (tmp_path / "summary.json").write_text("[]")
+    assert "is not a summary" in cli("collect", tmp_path).stderr
+
+
 def test_a_form_needs_enough_loop_counts(capsys):
     """r = 1 and 4 give one ratio: enough for phi, not for the two parameters of the bounded form."""
     table = S.select(runs("written"), np.isin(runs("written")["n_loop"], (1, 4)))
@@ -610,9 +837,6 @@ def test_scoreboard_from_the_published_interventions(cli, tmp_path):
     shown = cli("table", table, f"--plot={picture}")
     assert shown.returncode == 0 and picture.stat().st_size > 10_000
     assert [line.split()[0] for line in shown.stdout.splitlines()[:2]] == ["hyperconnect", "truncbptt"]
-
-
-RESULTS = F.ROOT / "results"
 
 
 def test_committed_sweep_gives_the_committed_numbers(cli, tmp_path):
@@ -661,10 +885,14 @@ def test_comparing_a_trick_at_few_r_leaves_the_other_r_of_the_baseline_out(cli, 
     (["fit", "nowhere.csv"], "nowhere.csv"), (["fit"], "runs"), (["fit", F.PUBLISHED, "--form=cubic"], "--form"),
     (["fit", F.PUBLISHED, "--form=none", "--plot=x.png"], "--plot"), (["collect", "nowhere"], "finished run"),
     (["plan", "--budgets", "1e15"], "--widths"), (["plan", "--loops", "3"], "--loops=3"),
-    (["plan", "--speed=0"], "--speed"), (["plan", "--flags=--inject=x"], "--inject"),
+    (["plan", "--speed=0"], "--speed=0: must"), (["plan", "--flags=--inject=x"], "--inject"),
     (["table", "nowhere.csv"], "nowhere.csv"), (["isoflop", F.PUBLISHED, "--by=colour"], "--by=colour"),
-    (["allocate", "--flops=-1", "--n_loop=4"], "--flops"), (["allocate", "--flops=1e18", "--n_loop=3"], "--n_loop=3"),
-    (["allocate", "--flops=1e18"], "--n_loop"), (["allocate", "--flops=1e27", "--n_loop=4"], "--flops=1e+27"),
+    (["allocate", "--flops=-1", "--n_loop=4"], "--flops=-1: must"),
+    (["plan", "--widths", "16", "-2"], "--widths=-2: must"), (["plan", f"--vocab_size={10 ** 400}"], "--vocab_size=1"),
+    (["fit", F.PUBLISHED, "--resamples=1"], "--resamples=1:"), (["fit", F.PUBLISHED, "--json="], "--json="),
+    (["fit", F.PUBLISHED, "--plot=law.xyz"], "--plot=law.xyz"),
+    (["allocate", "--flops=1e18", "--n_loop=3"], "--n_loop=3"), (["allocate", "--flops=1e18"], "--n_loop"),
+    (["allocate", "--flops=1e27", "--n_loop=4"], "--flops=1e+27"),
     (["fit", F.PUBLISHED, "--json=no/where.json"], "--json=no/where.json"), (["guess"], "guess"),
     (["compare", F.PUBLISHED], "-h lists the flags"),
     (["plan", "--preset=trick"], "--flags"), (["plan", "--flags=--seed=7"], "--seed differs"),
