@@ -136,7 +136,7 @@ def check_lemmas():
 # --- diagnostics of one model ---
 def passes(model, idx, n_loop, clamp=False):
     """[H_1 .. H_n_loop] (B, T, D), and the context that reads them out. clamp: after every later pass each token is
-    scaled back to its rms after the first, before it is read or goes on (the paper's intervention at inference)."""
+    scaled back to its rms after the first, before it is read or passed on (the paper's intervention at inference)."""
     context = model.context(idx, n_loop, None)
     e = model.encode(idx, context)
     h, states = model.start(e), []

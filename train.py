@@ -53,12 +53,15 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, *, per_loop=Fal
     n_ce = K if per_loop else 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     starts = even_starts(meta["splits"]["val"]["tokens"], n_tokens, T)
+    was_training = model.training
+    model.eval()
     sums = torch.zeros(n_ce + K + 1, dtype=torch.double)                           # ce, norms, bytes
     for i in range(rank * batch_size, len(starts), world * batch_size):
         x, y = read_windows(folder / "val.bin", meta["dtype"], starts[i:i + batch_size], T)
         _, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
         sums[:-1] += torch.cat([out["ce"], out["norm"]]).cpu().double() * len(x)
         sums[-1] += int(lengths[y.numpy()].sum())
+    model.train(was_training)
     if world > 1:
         sums = sums.to(device) if device.type == "cuda" else sums
         dist.all_reduce(sums)
@@ -118,19 +121,19 @@ def try_compile(model, idx, autocast):
 
 
 # --- what the folder of a run holds ---
-def find_run(args, given):
+def find_run(args, explicit):
     """What --out_dir holds already: (args, state, folder, meta). args are the flags that the run began with and those
     that may change, state its checkpoint or None, folder and meta the corpus. args is None if the run is complete."""
     out = Path(args.out_dir)
-    if "data" not in given and (out / "config.json").is_file():          # a run stays with its corpus
+    if "data" not in explicit and (out / "config.json").is_file():          # a run stays with its corpus
         first_args = read_json(out / "config.json")["args"]
         args.data = first_args["data"]
-        args.vocab_size = given.get("vocab_size", first_args["vocab_size"])
+        args.vocab_size = explicit.get("vocab_size", first_args["vocab_size"])
     config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
     folder, meta = open_data(args)
     data_sha256 = meta["splits"]["train"]["sha256"]
     if (out / "summary.json").is_file() and not args.resume:
-        check_same_run(given, read_json(out / "config.json"), data_sha256, out, resume=False)
+        check_same_run(explicit, read_json(out / "config.json"), data_sha256, out, resume=False)
         return None, None, folder, meta
     ckpt = out / "ckpt.pt"
     if not ckpt.is_file():
@@ -139,12 +142,12 @@ def find_run(args, given):
         return args, None, folder, meta
     state = load_checkpoint(ckpt)
     if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
-        stop(f"{ckpt}: holds weights but no optimizer, so training cannot go on; choose another --out_dir")
-    check_same_run(given, state, data_sha256, ckpt, args.resume)
+        stop(f"{ckpt}: holds weights but no optimizer, so training cannot be resumed; choose another --out_dir")
+    check_same_run(explicit, state, data_sha256, ckpt, args.resume)
     may_change = FREE | EXTENDABLE if args.resume else FREE
-    changes = {name: given[name] for name in may_change & given.keys()}
-    if args.resume and any(given.get(h) for h in HORIZON):               # one horizon replaces another
-        changes.update({h: given.get(h, 0) for h in HORIZON})
+    changes = {name: explicit[name] for name in may_change & explicit.keys()}
+    if args.resume and any(explicit.get(h) for h in HORIZON):               # one horizon replaces another
+        changes.update({h: explicit.get(h, 0) for h in HORIZON})
     resumed = {**DEFAULTS, **state["args"], **changes, "out_dir": args.out_dir}
     return argparse.Namespace(**resumed), state, folder, meta
 
@@ -152,11 +155,12 @@ def find_run(args, given):
 def say_complete(out, args):
     """The run is complete: what it reached, and which of its flags are not those of the command line."""
     saved = read_json(out / "config.json")["args"]
+    val_bpb = read_json(out / "summary.json")["val_bpb"]
     others = [f"{name}={value}" for name, value in saved.items()
               if name not in FREE and getattr(args, name, value) != value]
-    begun = f"; begun with {', '.join(others)}" if others else ""
-    print(f"{out} is complete (val {read_json(out / 'summary.json')['val_bpb']:.4f} bits/byte{begun}): nothing to do; "
-          "--resume with a longer horizon goes on, another --out_dir starts anew")
+    note = f"; begun with {', '.join(others)}" if others else ""
+    print(f"{out} is complete (val {val_bpb:.4f} bits/byte{note}): nothing to do; "
+          "--resume with a longer horizon trains it further, another --out_dir starts anew")
 
 
 class Log:
@@ -166,11 +170,11 @@ class Log:
     def __init__(self, path, columns, step, plan, peak):
         self.path, self.columns, self.first_step, self.plan, self.peak = path, columns, step, plan, peak
         self.started_at, self.steps, self.seconds = time.time(), 0, 0.0            # since the row before
-        kept = []
+        rows = []
         if step and path.is_file():
             with open(path, newline="", encoding="utf-8") as f:
-                kept = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
-        self.write(kept, mode="w")
+                rows = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
+        self.write(rows, mode="w")
 
     def write(self, rows, mode="a"):
         """Append rows; what is no column of this run is left out."""
@@ -267,17 +271,17 @@ def finish(args, model, encoding, val, plan, wall_s):
           f"{tokens / 1e6:.2f}M tokens in {duration(wall_s)}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
 
 
-def refuse_to_go_on(what, step, ckpt_path):
-    kept = f"{ckpt_path} keeps the last good weights" if ckpt_path.is_file() else "no checkpoint was written yet"
-    stop(f"step {step}: {what} is not finite; {kept}: --resume with a lower --learning_rate goes on from there, "
+def stop_diverged(what, step, ckpt_path):
+    weights = f"{ckpt_path} keeps the last good weights" if ckpt_path.is_file() else "no checkpoint was written yet"
+    stop(f"step {step}: {what} is not finite; {weights}: --resume with a lower --learning_rate starts from there, "
          f"more --warmup_steps need another --out_dir")
 
 
 # --- the run ---
-def start_process(args, given, world):
+def start_process(args, explicit, world):
     """The device of this process, of world processes that train together. Refuses flags that cannot be used."""
     for name in ("n_active", "balance"):
-        if name in given and not args.n_expert:
+        if name in explicit and not args.n_expert:
             stop(f"--{name} is for a layer of experts: give --n_expert as well, or drop it")
     if args.batch_size % world:
         nearest = max(1, round(args.batch_size / world)) * world
@@ -306,19 +310,20 @@ def restore(state, model, optimizers, plan, ckpt_path):
     return state["step"], state["wall_s"]
 
 
-def train(args, given):
-    """One run, from its flags to summary.json. given: the flags that the command line asks for, {name: value}."""
+def train(args, explicit):
+    """One run, from its flags to summary.json. explicit: the flags that the command line sets, {name: value}."""
     # 1. Is there anything to do? A complete run returns, an interrupted one resumes from its checkpoint.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     master = rank == 0
-    out, asked = Path(args.out_dir), args
+    out = Path(args.out_dir)
     ckpt_path = out / "ckpt.pt"
-    args, state, folder, meta = find_run(args, given)
-    if args is None:
-        return say_complete(out, asked) if master else None
+    run_args, state, folder, meta = find_run(args, explicit)
+    if run_args is None:
+        return say_complete(out, args) if master else None
+    args = run_args
 
     # 2. The device. Under torchrun each process has its own.
-    device = start_process(args, given, world)
+    device = start_process(args, explicit, world)
     dtype = pick_dtype(device, args.dtype)
 
     def autocast():
@@ -327,7 +332,7 @@ def train(args, given):
     # 3. The model and its optimizers, as they were at the checkpoint if there is one.
     cfg = config_of(args, meta["vocab_size"])
     if state:                                    # first: only what this allows may be run
-        trick = class_of_checkpoint(state, ckpt_path, given.get("trick"))
+        trick = class_of_checkpoint(state, ckpt_path, explicit.get("trick"))
     else:
         trick = model_class(args.trick, args.trick_args)
     torch.manual_seed(args.seed)
@@ -342,6 +347,7 @@ def train(args, given):
 
     # 4. The run folder: what is known before the first step.
     encoding = load_tokenizer(folder)
+    lengths = token_bytes(encoding)
     identity = dict(config=asdict(cfg), args=vars(args), trick=describe(args.trick, args.trick_args),
                     data_sha256=meta["splits"]["train"]["sha256"])
     if master:
@@ -356,20 +362,15 @@ def train(args, given):
 
     def save():
         if not all(p.isfinite().all() for p in model.parameters()):
-            refuse_to_go_on("a weight", step, ckpt_path)
+            stop_diverged("a weight", step, ckpt_path)
         if master:
             save_checkpoint(ckpt_path, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
                             step=step, wall_s=wall_s, **identity)
 
-    lengths = token_bytes(encoding)
-
     def validate():
-        model.eval()
         with autocast():
-            val = evaluate(model, folder, meta, args.eval_tokens, args.batch_size // world, lengths,
-                           per_loop=args.loss == "per_loop")
-        model.train()
-        return val
+            return evaluate(model, folder, meta, args.eval_tokens, args.batch_size // world, lengths,
+                            per_loop=args.loss == "per_loop")
 
     # 5. The training loop.
     uses_bias = cfg.n_expert and cfg.balance == "bias"
@@ -413,7 +414,7 @@ def train(args, given):
                 dist.all_reduce(load)
         train_loss, grad_norm, stopping, balance, z = message.tolist()
         if not math.isfinite(train_loss + grad_norm):
-            refuse_to_go_on(f"the loss ({train_loss}) or the gradient ({grad_norm})", step, ckpt_path)
+            stop_diverged(f"the loss ({train_loss}) or the gradient ({grad_norm})", step, ckpt_path)
 
         # 5.4 the step
         for optimizer in optimizers:
@@ -433,7 +434,7 @@ def train(args, given):
             val = validate()
             wall_s += time.perf_counter() - tick
             if not math.isfinite(val["loss"]):
-                refuse_to_go_on("the validation loss", step, ckpt_path)
+                stop_diverged("the validation loss", step, ckpt_path)
         if master:
             log.steps, log.seconds = log.steps + 1, log.seconds + seconds
             if evaluates or step % args.log_interval == 0:
@@ -449,7 +450,7 @@ def train(args, given):
     # 6. The end: stopped by a signal, or complete.
     if step < plan.steps:
         if master:
-            print(f"\nstopped after step {step}, saved to {ckpt_path}: the same command goes on from there")
+            print(f"\nstopped after step {step}, saved to {ckpt_path}: the same command resumes from there")
         raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
     val = val or validate()                      # resumed at the very end: the summary alone was missing
     if master:

@@ -50,7 +50,7 @@ def load_model(ckpt, device="cpu", trick=""):
 
 
 def run_folder(ckpt):
-    """The folder of a run that is given as a folder or as its ckpt.pt."""
+    """The folder of a run that is explicit as a folder or as its ckpt.pt."""
     return Path(ckpt) if Path(ckpt).is_dir() else Path(ckpt).parent
 
 
@@ -63,12 +63,12 @@ def data_of(state):
     return folder, meta
 
 
-def check_same_run(given, saved, data_sha256, where, resume):
-    """A run goes on with the flags, the data and the trick it began with: a command line that says otherwise is an
+def check_same_run(explicit, saved, data_sha256, where, resume):
+    """A run is resumed with the flags, the data and the trick it began with: a command line that says otherwise is an
     error, not silently dropped. saved: the dict of a config.json or of a checkpoint."""
     if saved["data_sha256"] != data_sha256:
         stop(f"--data or --vocab_size: not the corpus that {where} was trained on; choose another --out_dir")
-    for name, value in given.items():
+    for name, value in explicit.items():
         may_differ = name in FREE or (resume and name in EXTENDABLE)
         first_value = saved["args"].get(name, value)
         if not may_differ and first_value != value:
@@ -76,5 +76,5 @@ def check_same_run(given, saved, data_sha256, where, resume):
             hint = "add --resume, " if name in EXTENDABLE else ""
             stop(f"--{name}={value} contradicts {where}, begun with {name}={first_value}: drop the flag, {hint}or choose "
                  f"another --out_dir")
-    if given.get("trick") and saved.get("trick") and file_hash(trick_file(given["trick"])) != saved["trick"]["sha256"]:
-        stop(f"--trick={given['trick']}: the file has changed since {where} was begun; choose another --out_dir")
+    if explicit.get("trick") and saved.get("trick") and file_hash(trick_file(explicit["trick"])) != saved["trick"]["sha256"]:
+        stop(f"--trick={explicit['trick']}: the file has changed since {where} was begun; choose another --out_dir")

@@ -15,7 +15,7 @@ from model import Config, LoopedLM
 
 
 def model_flags():
-    """The fields of model.Config as flags: (name, type, default, help), the help being the comment beside the field."""
+    """The fields of model.Config as flags: (name, type, default, help), the help being the comment on its line."""
     comments = dict(re.findall(r"^    (\w+): \w+ = \S+ +# (.+)$", inspect.getsource(Config), re.M))
     flags = []
     for f in fields(Config):
@@ -36,7 +36,7 @@ FLAGS = {
         ("out_dir", str, "", "run folder (default: out/PRESET); another run needs another folder"),
         ("data", str, "sotu", "folder written by data/prepare.py, or its name under data/; sotu is prepared if absent"),
         ("seed", int, 1337, "initial weights and order of the batches"),
-        ("resume", boolean, False, "go on from the checkpoint, also of a complete run: give it a longer horizon")],
+        ("resume", boolean, False, "resume a run, also a complete one: give it a longer horizon")],
     "model (fields of model.Config)": model_flags(),
     "trick": [
         ("trick", str, "", "file with a subclass of LoopedLM that changes the loop, such as tricks/gate.py"),
@@ -77,7 +77,7 @@ DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in
 HORIZON = ("max_steps", "max_tokens", "max_flops")
 CHOICES = {**MODEL_CHOICES, "loss": ("terminal", "per_loop"), "optimizer": ("muon", "adamw"),
            "dtype": ("", "bfloat16", "float32"), "schedule": ("cosine", "linear", "wsd", "constant")}
-# what may change when a run goes on: not the model, nor its training up to rounding; the data is compared by its hash
+# what may change when a run is resumed: not the model, nor its training up to rounding; the data is compared by its hash
 FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
         "dtype", "compile", "threads", "peak_tflops", "head_dim"}
 # and with --resume also these
@@ -109,7 +109,7 @@ PRESETS = {
 
 
 def parse(argv=None, description=None):
-    """Flags of one run: (args, given), args complete, given only those that the command line asks for, by name or with
+    """Flags of one run: (args, explicit), args complete, explicit only those that the command line sets, by name or with
     a --preset."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,10 +130,12 @@ def parse(argv=None, description=None):
     if name not in PRESETS:
         stop(f"--preset={name}: choose one of {', '.join(PRESETS)}")
     args = complete(line)
-    asked = {*line, *(PRESETS[name].keys() - EXTENDABLE if "preset" in line else ())}
-    if "head_dim" in asked:
-        asked.add("n_head")
-    return args, {name: getattr(args, name) for name in asked}
+    explicit = set(line)
+    if "preset" in line:
+        explicit |= PRESETS[name].keys() - EXTENDABLE
+    if "head_dim" in explicit:
+        explicit.add("n_head")
+    return args, {name: getattr(args, name) for name in explicit}
 
 
 def complete(line):

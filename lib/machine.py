@@ -47,7 +47,7 @@ def pick_dtype(device, name=""):
 
 
 def read_clock(device):
-    """Seconds, once the work given to the device so far is done: a GPU runs behind the program that feeds it."""
+    """Seconds, once the work given to the device so far is done: a GPU works later than the program that feeds it."""
     if str(device).startswith("cuda"):
         torch.cuda.synchronize(device)
     elif str(device).startswith("mps"):
