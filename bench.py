@@ -228,6 +228,8 @@ def main():
     if a.worker:
         return worker(json.loads(a.worker))
     args, _ = parse(flags)                       # refuses bad flags before any process starts
+    if args.sample_loops or model_class(args.trick, args.trick_args).schedule(config_of(args, 4096), 0, 100):
+        stop("bench.py times steps of one depth: drop --sample_loops, or take a trick without a schedule")
     config_of(args, 4096)
     if a.nanogpt and not (Path(a.nanogpt) / "model.py").is_file():
         stop(f"--nanogpt={a.nanogpt}: no model.py there; give a clone of github.com/karpathy/nanoGPT")

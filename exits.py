@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from lib.ops import norm, rotate, sample
+from model import LoopedLM
 
 # name of a criterion: does it look at the readout, which a test then has to pay for?
 CRITERIA = {"entropy": True, "margin": True, "kl": True, "change": False}
@@ -187,30 +188,47 @@ class RowCache:
             cache[s + 1:, layer][..., rows, :, self.length:self.length + 1, :] = new
 
 
-def project(model, s, at, table):
+class Recorder:
+    """Stands for a cache, to see the keys and values of a layer that a trick has changed."""
+    def update(self, slot, k, v):
+        self.pair = k, v
+        return k, v
+
+
+def project(model, s, at, context):
     """[(k, v), ...], keys and values (b, H, T, head_dim) that the layers of stage s, which is skipped, make of its
     input: Attention.forward without the rest. The queries are computed too, in the same product, and dropped."""
-    x, pairs = norm(entering(model, s, at)), []
-    blocks = model.recur if model.cfg.n_loop > 1 else [[*model.prelude, *model.recur][s]]
-    for block in blocks:
-        _, k, v = (y.view(*x.shape[:2], block.attn.n_head, -1) for y in block.attn.qkv(x).chunk(3, dim=-1))
-        pairs.append((rotate(norm(k), table).transpose(1, 2), v.transpose(1, 2)))
+    cfg, pairs = model.cfg, []
+    x = entering(model, s, at)
+    looped, first = cfg.n_loop > 1, s - cfg.n_prelude
+    blocks = model.recur if looped else [[*model.prelude, *model.recur][s]]
+    own_layers = type(model).layer is not LoopedLM.layer and (looped or first >= 0)
+    normed = norm(x)
+    for i, block in enumerate(blocks):
+        if own_layers:
+            recorder = Recorder()
+            model.layer(x, i if looped else first, s if looped else 0, context._replace(cache=recorder))
+            pairs.append(recorder.pair)
+            continue
+        _, k, v = (y.view(*x.shape[:2], cfg.n_head, -1) for y in block.attn.qkv(normed).chunk(3, dim=-1))
+        k = rotate(norm(k.to(context.table.dtype)), context.table).to(v.dtype)
+        pairs.append((k.transpose(1, 2), v.transpose(1, 2)))
     return pairs
 
 
 def fill(model, s, at, context, kv):
     """What later tokens find where rows that exit at s did not go: kv is copy or reuse."""
-    cache, table = context.cache, context.table
+    cache = context.cache
     now = slice(cache.length, cache.length + 1)
     rows = slice(None) if cache.rows is None else cache.rows
     if kv == "reuse":
         cache.skip(s, [c[s][:, rows, :, now] for c in cache.loop])
     elif model.cfg.n_loop > 1:                   # those of the next pass, in all the skipped ones
-        for i, pair in enumerate(project(model, s + 1, at, table)):
+        for i, pair in enumerate(project(model, s + 1, at, context)):
             cache.skip(s, pair, i)
     else:
         for later in range(s + 1, n_stages(model.cfg)):
-            (pair,) = project(model, later, at, table)
+            (pair,) = project(model, later, at, context)
             for store, new in zip(cache.slots[later], pair):
                 store[rows, :, now] = new
 
@@ -355,14 +373,14 @@ def freeze(model, s, at, context, kv, just_left):
     exit point before this one."""
     cfg, pairs = model.cfg, context.cache.pairs
     if cfg.n_loop == 1:
-        (pairs[s],) = project(model, s, at, context.table)
+        (pairs[s],) = project(model, s, at, context)
         return
     n, slot = cfg.n_recur, cfg.n_prelude + s * cfg.n_recur
     if kv == "reuse":
         for i in range(slot, slot + n):
             pairs[i] = pairs[i - n]
         return
-    for i, pair in enumerate(project(model, s, at, context.table), slot):
+    for i, pair in enumerate(project(model, s, at, context), slot):
         pairs[i] = pair if s == 1 else choose(just_left[:, None], pair, pairs[i - n])
 
 

@@ -430,6 +430,8 @@ def size_models(runs, r, args):
     """n_embd, training FLOPs per token, N_once and N_rec of models with r loops and the depth of the runs, one array
     (widths,) each."""
     from model import Config, LoopedLM  # brings torch along, which the fits do not need
+    if any(runs["trick"]):
+        stop(f"{args.runs}: its models have no known size without their trick; give runs without one")
     like = select(runs, runs["n_loop"] == (r if r in runs["n_loop"] else runs["n_loop"].max()))
     prelude, recur, coda, loops = (int(like[k][0]) for k in ("n_prelude", "n_recur", "n_coda", "n_loop"))
     depth = loops * recur

@@ -8,7 +8,8 @@ matrices), N_rec those that run r times. phi = 1: a loop is worth a fresh block;
 
 The fit is nonlinear least squares. For fixed alpha, beta and phi the law is linear in E, A and B, so a start needs only
 the first three. From there Levenberg-Marquardt with the exact Jacobian goes downhill on many problems at once: all 12
-starts take 10 ms and 1,000 bootstrap resamples 0.3 s on one core (python -m pytest tests/test_fit_law.py -m study -n 0 -s).
+starts take 10 ms and 1,000 bootstrap resamples 0.3 s on one core
+(python -m pytest tests/test_fit_law.py -m study -n 0 -s).
 
 Runs are a dict of columns, as sweep.load_runs reads them. Shapes: n runs, R different loop counts, P parameters, S
 problems fitted side by side (starts or resamples).

@@ -67,8 +67,6 @@ class Config:
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd={self.n_embd} over n_head={self.n_head}: the width of a head must be a whole, "
                              f"even number, since rotary positions turn pairs of channels")
-        if self.inject == "hyper":
-            raise ValueError("inject=hyper: hyperconnections are now a trick, --trick=tricks/hyperconnections.py")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)}: choose one of {', '.join(choices)}")
@@ -203,8 +201,8 @@ class Block(nn.Module):
 
 
 class LoopedLM(nn.Module):
-    """The model. A trick is a subclass: it overrides one of the five methods that say what the loop is (start, combine,
-    layer, finish, read) and, where it adds to them, the counts; tricks/README.md."""
+    """The model. A trick is a subclass (tricks/README.md): it overrides some of the five methods that say what the loop
+    is (start, combine, layer, finish, read), and the counts or the schedule where it changes them."""
     requires = {}                                # flags of train.py that a trick needs, such as {"inject": "none"}
 
     def __init__(self, cfg):
@@ -318,7 +316,8 @@ class LoopedLM(nn.Module):
         return h
 
     def one_pass(self, e, h, k, context):
-        """The state after pass k from the state h before it. Everything that loops goes through here."""
+        """The state after pass k from the state h before it. Training, generation, exits and the readout study loop
+        through here; early_exit.layer_states repeats it to look inside a pass."""
         x = self.combine(e, h, k)
         for i in range(self.cfg.n_recur):
             x = self.layer(x, i, k, context)

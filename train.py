@@ -143,9 +143,11 @@ def find_run(args, explicit):
     state = load_checkpoint(ckpt)
     if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
         stop(f"{ckpt}: holds weights but no optimizer, so training cannot be resumed; choose another --out_dir")
+    if state["args"].get("trick", "") != (state.get("trick") or {}).get("file", ""):
+        stop(f"{ckpt}: its flags and its trick name different files, so it is not train.py's; nothing in it was run")
     check_same_run(explicit, state, data_sha256, ckpt, args.resume)
     may_change = FREE | EXTENDABLE if args.resume else FREE
-    changes = {name: explicit[name] for name in may_change & explicit.keys()}
+    changes = {name: explicit[name] for name in (may_change | {"trick"}) & explicit.keys()}        # a trick's path
     if args.resume and any(explicit.get(h) for h in HORIZON):               # one horizon replaces another
         changes.update({h: explicit.get(h, 0) for h in HORIZON})
     resumed = {**DEFAULTS, **state["args"], **changes, "out_dir": args.out_dir}
@@ -164,8 +166,8 @@ def say_complete(out, args):
 
 
 class Log:
-    """metrics.csv, and with each row a line of progress: speed since the row before, time to go. Rows after `step`, that
-    of the checkpoint, are dropped: the resumed run writes them again."""
+    """metrics.csv, and with each row a line of progress: speed since the row before, time to go. Rows after `step`,
+    that of the checkpoint, are dropped: the resumed run writes them again."""
 
     def __init__(self, path, columns, step, plan, peak):
         self.path, self.columns, self.first_step, self.plan, self.peak = path, columns, step, plan, peak
@@ -225,7 +227,7 @@ def open_folder(out, identity, meta, trick, extends):
         if extends:
             (out / "summary.json").unlink(missing_ok=True)
         write_atomic(out / "config.json", json.dumps(about, indent=1).encode())
-        if trick:
+        if trick and trick_file(trick).parent != out.resolve():
             shutil.copy(trick_file(trick), out)
     except OSError as e:
         stop(f"--out_dir={out}: cannot write there ({e.strerror}); choose another folder")
@@ -234,6 +236,7 @@ def open_folder(out, identity, meta, trick, extends):
 def describe_run(args, model, plan, epoch_tokens):
     """The lines before the first step: parameters by group, depth, FLOPs, tokens."""
     cfg, tokens = model.cfg, plan.steps * plan.tokens_per_step
+    epochs = tokens / epoch_tokens
     counts = model.param_counts(cfg)
     groups = " + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
     active = sum(model.param_counts(cfg, active=True).values())
@@ -242,7 +245,7 @@ def describe_run(args, model, plan, epoch_tokens):
     print(f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
           f"{plan.flops_per_step / plan.tokens_per_step / 1e6:.1f} MFLOPs/token"
           + (f"; {args.trick}" if args.trick else ""))
-    print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({tokens / epoch_tokens:.2f} epochs), "
+    print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({epochs:.2f} epochs), "
           f"{plan.steps * plan.flops_per_step:.2e} FLOPs")
 
 
@@ -259,7 +262,8 @@ def finish(args, model, encoding, val, plan, wall_s):
     active = model.param_counts(cfg, active=True)          # what the law counts: the experts that work on a token
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
                    n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
-                   trick=Path(args.trick).stem, n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
+                   trick=f"{Path(args.trick).stem} {args.trick_args}".strip(),     # with other options another trick
+                   n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
                    n_total=sum(model.param_counts(cfg).values()), tokens=tokens,
                    flops=plan.steps * plan.flops_per_step, val_loss=val["loss"],
                    val_bpb=val["bpb"], wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"],
@@ -285,7 +289,8 @@ def start_process(args, explicit, world):
             stop(f"--{name} is for a layer of experts: give --n_expert as well, or drop it")
     if args.batch_size % world:
         nearest = max(1, round(args.batch_size / world)) * world
-        stop(f"--batch_size={args.batch_size} does not divide over {world} processes: the nearest that does is {nearest}")
+        stop(f"--batch_size={args.batch_size} does not divide over {world} processes: the nearest that does is "
+             f"{nearest}")
     device = pick_device(args.device)
     if world > 1:
         on_gpu = device.startswith("cuda")
@@ -401,8 +406,8 @@ def train(args, explicit):
                 router += torch.stack([result["balance"], result["z"]]).detach() / args.grad_accum
                 load = load + result["load"]
         if model.embed.weight.grad is None:
-            stop(f"step {step}: no gradient reaches the embedding, since no pass within --bptt={settings['bptt']} reads "
-                 "the input; raise it or drop it")
+            stop(f"step {step}: no gradient reaches the embedding: none of the passes that gradients flow through "
+                 f"(bptt={settings['bptt']}; 0: all) reads the prelude's output")
 
         # 5.3 clip the gradient; what the processes have to agree on goes around in one message
         grad_norm = clip_and_measure(model, args.grad_clip)

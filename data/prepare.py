@@ -241,7 +241,8 @@ def check_overwrite(out, overwrite, **facts):
     try:
         old = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):              # damaged, or the file of another program
-        old = {}
+        stop(f"{path}: damaged, so what the folder holds is unknown; replace it with --overwrite, or choose another "
+             f"--out_dir")
     for name, value in facts.items():
         if old.get(name) != value:
             is_short = name in ("dataset", "tokenizer", "vocab_size")              # the others are hashes

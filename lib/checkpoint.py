@@ -50,7 +50,7 @@ def load_model(ckpt, device="cpu", trick=""):
 
 
 def run_folder(ckpt):
-    """The folder of a run that is explicit as a folder or as its ckpt.pt."""
+    """The folder of a run that is named as a folder or as its ckpt.pt."""
     return Path(ckpt) if Path(ckpt).is_dir() else Path(ckpt).parent
 
 
@@ -58,8 +58,8 @@ def data_of(state):
     """(folder, meta) of the corpus that a checkpoint was trained on, and of no other: the hash tells them apart."""
     folder, meta = open_data(argparse.Namespace(**state["args"]))
     if state.get("data_sha256") not in (None, meta["splits"]["train"]["sha256"]):
-        stop(f"{folder}: not the text that the checkpoint was trained on, so its tokens would mean something else; prepare "
-             f"that text again, or train anew")
+        stop(f"{folder}: not the text that the checkpoint was trained on, so its tokens would mean something else; "
+             f"prepare that text again, or train anew")
     return folder, meta
 
 
@@ -68,13 +68,16 @@ def check_same_run(explicit, saved, data_sha256, where, resume):
     error, not silently dropped. saved: the dict of a config.json or of a checkpoint."""
     if saved["data_sha256"] != data_sha256:
         stop(f"--data or --vocab_size: not the corpus that {where} was trained on; choose another --out_dir")
+    same_trick = False                           # the same file under another path, such as the run folder's copy
+    if explicit.get("trick") and saved.get("trick"):
+        same_trick = file_hash(trick_file(explicit["trick"])) == saved["trick"]["sha256"]
+        if not same_trick and explicit["trick"] == saved["trick"]["file"]:
+            stop(f"--trick={explicit['trick']}: the file has changed since {where} was begun; choose another --out_dir")
     for name, value in explicit.items():
-        may_differ = name in FREE or (resume and name in EXTENDABLE)
+        may_differ = name in FREE or (resume and name in EXTENDABLE) or (name == "trick" and same_trick)
         first_value = saved["args"].get(name, value)
         if not may_differ and first_value != value:
             value, first_value = (f"{v:g}" if isinstance(v, float) else v for v in (value, first_value))
             hint = "add --resume, " if name in EXTENDABLE else ""
-            stop(f"--{name}={value} contradicts {where}, begun with {name}={first_value}: drop the flag, {hint}or choose "
-                 f"another --out_dir")
-    if explicit.get("trick") and saved.get("trick") and file_hash(trick_file(explicit["trick"])) != saved["trick"]["sha256"]:
-        stop(f"--trick={explicit['trick']}: the file has changed since {where} was begun; choose another --out_dir")
+            stop(f"--{name}={value} contradicts {where}, begun with {name}={first_value}: drop the flag, {hint}or "
+                 f"choose another --out_dir")

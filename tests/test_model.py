@@ -1,4 +1,4 @@
-"""model.py and ops.py against independent computations: torch.nn modules, torch's FLOP counter, the uncached forward."""
+"""model.py and lib/ops.py against independent computations: torch.nn modules, torch's FLOP counter, the uncached forward."""
 import itertools
 
 import pytest

@@ -136,7 +136,7 @@ def test_a_folder_keeps_its_corpus(tmp_path, capsys, monkeypatch):
     assert meta_of(out)["splits"] != json.loads(first["meta.json"])["splits"]
     (out / "meta.json").write_text("[1]", encoding="utf-8")                        # of another program
     first = content()
-    refused("dataset")
+    refused("damaged")
 
 
 def test_a_run_of_spaces_that_the_regexes_do_not_survive(tmp_path):

@@ -1,4 +1,4 @@
-"""train.py, flags.py and data/load.py: exact resume, fixed evaluation, accumulation, schedules, safe checkpoints,
+"""train.py, lib/flags.py and data/load.py: exact resume, fixed evaluation, accumulation, schedules, safe checkpoints,
 refusals."""
 import copy
 import csv
@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from lib import optim
+import early_exit
 import train as T
 from conftest import ROOT
+from lib import optim
 from lib.checkpoint import data_of, load_model
 from lib.flags import PRESETS
 from model import Config, LoopedLM
@@ -486,41 +487,7 @@ def test_damaged_run_folders(tiny, tmp_path, capsys, name, damage, says):
     assert says in stops(tiny(), capsys)
 
 
-@pytest.mark.slow
-# --- every flag does something ---
-@pytest.mark.parametrize("flag", [
-    "--seed=2", "--n_embd=64", "--head_dim=8", "--n_head=1", "--block_size=16", "--n_prelude=2", "--n_recur=2",
-    "--n_coda=0", "--n_loop=2", "--inject=add", "--inject=none", "--tied", "--bptt=1",
-    "--trick=tricks/hyperconnections.py",
-    "--sample_loops", "--loop_norm=false", "--readout=raw", "--readout=final",
-    "--loss=per_loop", "--norm_penalty=1", "--batch_size=8", "--grad_accum=2", "--optimizer=adamw",
-    "--learning_rate=0.02", "--embed_lr=1", "--weight_decay=1", "--beta2=0.5", "--grad_clip=0.01", "--schedule=linear",
-    "--schedule=wsd", "--schedule=constant", "--warmup_steps=0", "--final_lr=0.5", "--max_steps=30", "--dtype=bfloat16"])
-def test_every_flag_that_shapes_training_changes_it(tiny, tmp_path, flag, trained_once):
-    base = ["--loop_norm=false", "--readout=norm"] if "readout" in flag or "penalty" in flag else []
-    if flag == "--readout=final":                          # differs from norm only where passes before the last are read
-        base.append("--loss=per_loop")
-    train(tiny(*base, "--warmup_steps=4", "--max_steps=12", "--eval_interval=0", flag))
-    reference = trained_once(tuple(base))
-    assert losses(tmp_path / "run")[:12] != reference
-
-
-@pytest.fixture(scope="module")
-def trained_once(tmp_path_factory, corpus):
-    """Losses of twelve steps with some base flags, each base trained once."""
-    done = {}
-
-    def get(base):
-        if base not in done:
-            out = tmp_path_factory.mktemp("base")
-            train([f"--data={corpus}", f"--out_dir={out}", "--n_embd=32", "--head_dim=16", "--block_size=32",
-                   "--batch_size=4", "--eval_tokens=512", "--log_interval=1", "--dtype=float32", "--device=cpu",
-                   "--threads=1", *base, "--warmup_steps=4", "--max_steps=12", "--eval_interval=0"])
-            done[base] = losses(out)
-        return done[base]
-    return get
-
-
+# --- what depends on the seed ---
 def test_seed_draws_the_initial_weights(tiny, tmp_path, monkeypatch):
     """With the batches held fixed, so that nothing but the initial weights can differ."""
     original = T.batch_starts
@@ -627,7 +594,7 @@ def test_evaluation_takes_as_many_windows_a_process_as_training(tiny, monkeypatc
     assert sizes == [2]
 
 
-def test_a_checkpoint_meets_its_own_text_only(tiny, tmp_path, corpus):
+def test_a_checkpoint_meets_its_own_text_only(tiny, tmp_path, corpus, capsys):
     """The corpus folder is prepared again with other text: every script that loads the checkpoint refuses."""
     copy = tmp_path / "text"
     shutil.copytree(corpus, copy)
@@ -637,9 +604,11 @@ def test_a_checkpoint_meets_its_own_text_only(tiny, tmp_path, corpus):
     meta = json.loads((copy / "meta.json").read_text())
     meta["splits"]["train"]["sha256"] = "0" * 64
     (copy / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(SystemExit) as e:
-        data_of(state)
-    assert e.value.code == 2
+    for load in (lambda: data_of(state), lambda: early_exit.main(["--ckpt", str(tmp_path / "run")])):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as e:
+            load()
+        assert e.value.code == 2 and "not the text that" in capsys.readouterr().err
 
 
 def test_help_and_another_working_directory(run, tiny, tmp_path):
@@ -700,6 +669,8 @@ EFFECT = {  # flag: a value that must change the weights, the losses or what is 
     "beta2": "0.5", "grad_clip": "0.01", "schedule": "constant", "warmup_steps": "0", "final_lr": "0.5",
     "eval_interval": "1", "eval_tokens": "64", "log_interval": "2", "dtype": "bfloat16", "threads": "2",
     "peak_tflops": "1e-6", "trick": "tricks/gate.py", "trick_args": "n_lanes=3 --trick=tricks/hyperconnections.py"}
+MORE = [("inject", "add"), ("readout", "final --loss=per_loop --loop_norm=false"),
+        ("schedule", "wsd"), ("trick", "tricks/hyperconnections.py")]
 ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile"}   # the tests above are theirs
 
 
@@ -722,12 +693,13 @@ def test_no_flag_is_dead(tiny, tmp_path, capsys):
     assert EFFECT.keys() | ELSEWHERE == T.DEFAULTS.keys() and not EFFECT.keys() & ELSEWHERE
     assert {f.name for f in fields(Config)} <= T.DEFAULTS.keys()
     short, plain, dead = ("--max_steps=3", "--eval_interval=3", "--warmup_steps=1", "--eval_tokens=128"), {}, []
-    for flag, line in EFFECT.items():
+    for flag, line in [*EFFECT.items(), *MORE]:
         value, *needs = line.split()
         if (needs := tuple(needs)) not in plain:
             base = [f for f in needs if not f.startswith("--max_steps")]
             name = f"plain{len(plain)}"
             plain[needs] = outcome(tiny(*short, *base, out=name), tmp_path / name, capsys)
-        if outcome(tiny(*short, *needs, f"--{flag}={value}", out=flag), tmp_path / flag, capsys) == plain[needs]:
-            dead.append(flag)
+        name = f"{flag}-{Path(value).stem}"
+        if outcome(tiny(*short, *needs, f"--{flag}={value}", out=name), tmp_path / name, capsys) == plain[needs]:
+            dead.append(name)
     assert not dead

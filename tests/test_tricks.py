@@ -74,7 +74,7 @@ def test_causal_and_cached(path):
 
 @pytest.mark.parametrize("path", TRICKS)
 def test_trains_resumes_and_leaves_a_folder(path, tiny, tmp_path, monkeypatch):
-    """Two steps change every parameter of the trick; a run that was stopped equals an unbroken one bit for bit; the
+    """A few steps change every parameter of the trick; a run that was stopped equals an unbroken one bit for bit; the
     folder keeps the file, config.json and the checkpoint its name and hash."""
     flags = (f"--trick={path}", "--max_steps=4", "--eval_interval=0")
     train(tiny(*flags, out="straight"))
@@ -182,21 +182,55 @@ def test_options_are_typed_and_saved(own, tiny, tmp_path, capsys):
 
 
 def test_no_code_comes_out_of_a_checkpoint(own, tiny, tmp_path, capsys):
-    """A file outside tricks/ runs only if the user names it; one that is missing or has changed is refused."""
+    """A file outside tricks/ runs only if the user names it; one that is missing or has changed is refused. The copy in
+    the run folder serves once it is named, to load and to resume."""
     train(tiny(f"--trick={own}", "--max_steps=2"))
     run = tmp_path / "run"
     assert "outside tricks/" in stops(lambda: load_model(run), capsys)
-    copied = torch.load(run / "ckpt.pt", weights_only=True)
-    copied["trick"]["file"] = str(run / "scaled.py")                    # the copy beside the checkpoint
-    torch.save(copied, run / "ckpt.pt")
-    assert "outside tricks/" in stops(lambda: load_model(run), capsys)
     load_model(run, trick=str(own))
+    original = torch.load(run / "ckpt.pt", weights_only=True)
     own.write_text(GATE.replace("1.5", "2.5"))
-    assert "another version" in stops(lambda: load_model(run, trick=str(own)), capsys)
+    assert "missing or has changed" in stops(lambda: load_model(run, trick=str(own)), capsys)
     assert "has changed since" in stops(lambda: train(tiny(f"--trick={own}", "--max_steps=2")), capsys)
     own.unlink()
     assert "no such file" in stops(lambda: train(tiny(f"--trick={own}", "--max_steps=2")), capsys)
-    assert "not there" in stops(lambda: load_model(run, trick=str(own)), capsys)
+    assert "missing or has changed" in stops(lambda: load_model(run), capsys)
+    load_model(run, trick=str(run / "scaled.py"))
+    train([f"--out_dir={run}", f"--trick={run / 'scaled.py'}", "--max_steps=3", "--resume"])
+    assert torch.load(run / "ckpt.pt", weights_only=True)["step"] == 3
+    # forgeries: a checkpoint whose trick is the copy beside it, and one whose flags name a file
+    forged = {**original, "trick": {**original["trick"], "file": str(run / "scaled.py")}}
+    torch.save(forged, run / "ckpt.pt")
+    assert "outside tricks/" in stops(lambda: load_model(run), capsys)
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + GATE)
+    for trick in (None, original["trick"]):
+        torch.save({**original, "trick": trick, "args": {**original["args"], "trick": str(evil)}}, run / "ckpt.pt")
+        (run / "summary.json").unlink(missing_ok=True)
+        assert "name different files" in stops(lambda: train([f"--out_dir={run}"]), capsys)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_two_tricks_of_which_one_is_named(own, tiny, tmp_path):
+    """--trick is one for all checkpoints of a study: it serves those that were trained with that very file."""
+    train(tiny(f"--trick={own}", "--max_steps=1", out="own"))
+    train(tiny("--trick=tricks/gate.py", "--max_steps=1", out="gate"))
+    assert type(load_model(tmp_path / "own", trick=str(own))[0]).__name__ == "Scaled"
+    assert type(load_model(tmp_path / "gate", trick=str(own))[0]).__name__ == "Gate"
+
+
+def test_a_trick_may_extend_another_and_have_text_as_an_option(own, tiny, tmp_path):
+    own.write_text("""
+from __future__ import annotations
+from lib.tricks import model_class
+from model import LoopedLM
+class Wider(model_class("tricks/hyperconnections.py")):
+    note: str = "a, b=c"
+    n_lanes: int = 3
+""")
+    train(tiny(f"--trick={own}", "--trick_args=n_lanes=4", "--max_steps=1"))
+    model, _ = load_model(tmp_path / "run", trick=str(own))
+    assert model.n_lanes == 4 and model.note == "a, b=c" and model.lanes["mix"].shape == (4, 4, 4)
 
 
 @pytest.mark.parametrize("text, says", [
@@ -218,7 +252,7 @@ def test_a_checkpoint_of_the_former_hyperconnections(tiny, tmp_path, capsys):
     state = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
     state["config"]["inject"] = "hyper"
     torch.save(state, tmp_path / "run" / "ckpt.pt")
-    assert "tricks/hyperconnections.py" in stops(lambda: load_model(tmp_path / "run"), capsys)
+    assert "inject=hyper: choose one of" in stops(lambda: load_model(tmp_path / "run"), capsys)
 
 
 GROWING = """
@@ -248,6 +282,43 @@ def test_a_schedule_of_passes_is_trained_and_its_flops_are_charged(own, tiny, tm
     args = T.parse([f"--trick={own}", "--max_flops=1e12"])[0]
     assert T.steps_of(args, T.config_of(args, 4096)) * args.batch_size * 256 * T.flops_of(args, T.config_of(args, 4096)) \
         == pytest.approx(1e12, rel=0.01)
+
+
+def test_a_schedule_and_sampled_depths_exclude_each_other(own, capsys):
+    own.write_text(GROWING)
+    assert "--sample_loops" in stops(lambda: T.parse([f"--trick={own}", "--sample_loops"]), capsys)
+
+
+def test_a_trick_that_requires_what_is_no_flag(own, capsys):
+    own.write_text(GATE.replace("factor: float = 1.5", "factor: float = 1.5\n    requires = {'injct': 'none'}"))
+    assert "requires injct" in stops(lambda: T.parse([f"--trick={own}"]), capsys)
+
+
+LAYERS = """
+from model import LoopedLM
+class Layers(LoopedLM):
+    def layer(self, x, i, k, context):
+        block, slot = self.recur[i], self.cfg.n_prelude + k * self.cfg.n_recur + i
+        x = x + block.attention(2 * x + k, context, slot)      # the keys of a pass depend on its number
+        return x + block.feed_forward(x, context, slot)
+"""
+
+
+@pytest.mark.parametrize("n_loop", [3, 1])
+def test_copied_keys_are_those_of_the_layers_that_a_trick_has_changed(own, n_loop):
+    """In the first skipped stage the copies are what that stage would have made, whatever its layers do."""
+    own.write_text(LAYERS)
+    model = tricks.model_class(str(own))(Config(**{**SMALL, "n_recur": 1, "n_loop": n_loop, "n_coda": 0})).eval()
+    with torch.no_grad():
+        context = model.context(tokens(), n_loop, None)
+        at = E.begin(model, tokens(), context)
+        for s in range(E.n_stages(model.cfg) - 1):
+            at = E.advance(model, s, at, context)
+        cache, last = E.Recorder(), E.n_stages(model.cfg) - 1
+        E.advance(model, last, at, context._replace(cache=cache))
+        (copied,) = E.project(model, last, at, context)
+    for a, b in zip(copied, cache.pair):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_trick_that_hides_the_input_from_truncated_gradients(own, tiny, capsys):

@@ -24,4 +24,4 @@ class Gate(LoopedLM):
     @classmethod
     def param_counts(cls, cfg, active=False):
         counts = super().param_counts(cfg, active)
-        return {**counts, "injection": cfg.n_embd}
+        return {**counts, "injection": counts["injection"] + cfg.n_embd}

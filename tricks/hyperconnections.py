@@ -47,7 +47,7 @@ class Hyperconnections(LoopedLM):
     @classmethod
     def param_counts(cls, cfg, active=False):
         counts = super().param_counts(cfg, active)
-        return {**counts, "injection": cfg.n_loop * cls.n_lanes * (cls.n_lanes + 2)}
+        return {**counts, "injection": counts["injection"] + cfg.n_loop * cls.n_lanes * (cls.n_lanes + 2)}
 
     @classmethod
     def pass_flops(cls, cfg):
