@@ -53,8 +53,8 @@ def layer_states(model, idx, context):
         x = model.combine(e, h, k)
         for i in range(cfg.n_recur):
             x = model.layer(x, i, k, context)
-            states.append(model.read(model.finish(h, x, k)))
-        h = model.finish(h, x, k)
+            states.append(model.read(model.finish(e, h, x, k)))
+        h = model.finish(e, h, x, k)
     return states
 
 

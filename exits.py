@@ -134,7 +134,7 @@ def advance(model, s, at, context):
         x = model.prelude[s](at.h, context, s)
         return InLoop(x, x, norm(x) if cfg.loop_norm else x)
     x = model.layer(entering(model, s, at), s - cfg.n_prelude, 0, context)
-    return InLoop(at.e, x, model.read(model.finish(model.start(at.e), x, 0)))
+    return InLoop(at.e, x, model.read(model.finish(at.e, model.start(at.e), x, 0)))
 
 
 def entering(model, s, at):
@@ -287,9 +287,10 @@ def costs(model):
     full = model.flops_per_token(cfg, train=False)
     readout = model.flops_per_token(cfg, train=False, readouts=2) - full
     layer, copy = model.layer_flops(cfg), 6 * cfg.n_embd ** 2
-    stage = model.pass_flops(cfg) if looped else layer
-    if looped:                                   # the next pass combines once, then every layer projects
-        copy = cfg.n_recur * copy + stage - cfg.n_recur * layer
+    stage = layer
+    if looped:                                   # every pass but perhaps the first costs what the last one does
+        stage = model.pass_flops(cfg, cfg.n_loop - 1)
+        copy = cfg.n_recur * copy + model.combine_flops(cfg)
     base = full - n_stages(cfg) * stage - readout
     return Costs(base, stage, readout, full, copy, n_stages(cfg), looped)
 

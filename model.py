@@ -143,6 +143,7 @@ class Context(NamedTuple):
     mask: torch.Tensor | None = None             # additive (T, length + T); None for a single query
     cache: KVCache | None = None
     routing: Routing | None = None               # notes of the routers, or the experts they have to take
+    n_loop: int = 0                              # passes of this run, which may differ from those in training
 
 
 class Attention(nn.Module):
@@ -260,10 +261,14 @@ class LoopedLM(nn.Module):
         return 8 * cfg.n_embd ** 2 + 6 * cfg.n_embd * cfg.d_ff + 4 * cfg.n_embd * cfg.block_size
 
     @classmethod
-    def pass_flops(cls, cfg):
-        """Forward FLOPs of one pass per token: its blocks and the injection. A trick adds its own here."""
-        injection = 4 * cfg.n_embd ** 2 if cfg.inject == "linear" else 0
-        return cfg.n_recur * cls.layer_flops(cfg) + injection
+    def combine_flops(cls, cfg):
+        """Forward FLOPs of the injection per token and pass."""
+        return 4 * cfg.n_embd ** 2 if cfg.inject == "linear" else 0
+
+    @classmethod
+    def pass_flops(cls, cfg, k):
+        """Forward FLOPs of pass k per token: its blocks and the injection. A trick adds its own here."""
+        return cls.combine_flops(cfg) + cfg.n_recur * cls.layer_flops(cfg)
 
     @classmethod
     def flops_per_token(cls, cfg, n_loop=None, train=True, bptt=0, readouts=1):
@@ -272,11 +277,11 @@ class LoopedLM(nn.Module):
         per-loop loss. Embedding lookups, norms, activations and routers are not counted (arXiv 2604.21106, sec. 4:
         F = 6 (once + V D + r (rec + inj)) + 12 L_eff D T)."""
         r = cfg.n_loop if n_loop is None else n_loop
-        layer, one_pass = cls.layer_flops(cfg), cls.pass_flops(cfg)
+        layer, passes = cls.layer_flops(cfg), [cls.pass_flops(cfg, k) for k in range(r)]
         head = 2 * cfg.padded_vocab * cfg.n_embd
         once = cfg.n_prelude * layer + readouts * (cfg.n_coda * layer + head)
-        forward = once + r * one_pass
-        backward = 2 * (once + min(bptt or r, r) * one_pass)
+        forward = once + sum(passes)
+        backward = 2 * (once + sum(passes[-bptt:]))
         return forward + backward if train else forward
     # --- end counts ---
 
@@ -305,10 +310,14 @@ class LoopedLM(nn.Module):
 
     def layer(self, x, i, k, context):
         """Block i of the loop in pass k, x (B, T, D) to x."""
-        return self.recur[i](x, context, self.cfg.n_prelude + k * self.cfg.n_recur + i)
+        return self.recur[i](x, context, self.slot(i, k))
 
-    def finish(self, h, x, k):
-        """The state after pass k, from the state h before it and what its blocks made, x (B, T, D)."""
+    def slot(self, i, k):
+        """Where block i of the loop keeps its keys and values of pass k."""
+        return self.cfg.n_prelude + k * self.cfg.n_recur + i
+
+    def finish(self, e, h, x, k):
+        """The state after pass k, from e, the state h before it and what its blocks made, x (B, T, D)."""
         return norm(x) if self.cfg.loop_norm else x
 
     def read(self, h):
@@ -321,7 +330,7 @@ class LoopedLM(nn.Module):
         x = self.combine(e, h, k)
         for i in range(self.cfg.n_recur):
             x = self.layer(x, i, k, context)
-        return self.finish(h, x, k)
+        return self.finish(e, h, x, k)
 
     def loop_states(self, idx, context, n_loop, bptt=0):
         """Tokens idx (B, T) to [H_1 .. H_K], what is read at each loop boundary. bptt > 0: gradients flow only through
@@ -367,7 +376,7 @@ class LoopedLM(nn.Module):
             mask = torch.full((T, past + T), -torch.inf, device=idx.device, dtype=self.compute_dtype()).triu(past + 1)
         table = self.table[past:past + T]
         table = table.to(torch.promote_types(table.dtype, torch.float32))          # of a model in bfloat16, too
-        return Context(table, mask, cache, routing)
+        return Context(table, mask, cache, routing, n_loop)
 
     def compute_dtype(self):
         device = self.table.device.type

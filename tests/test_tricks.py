@@ -44,15 +44,16 @@ def test_counts_are_those_of_the_model(path):
     what is no matrix product."""
     model, x = trick_model(path, n_embd=64, vocab_size=512), tokens(T=32)
     cfg = model.cfg
+    exact = 0.02 if "hyperconnections" in path else 1e-9   # its scalars are counted, but are no matrix product
     assert sum(model.param_counts(cfg).values()) == sum(p.numel() for p in model.parameters())
     for r in (1, 3, 6):
         with FlopCounterMode(display=False) as train_flops:
             model(x, x, n_loop=r)[1]["loss"].backward()
         with FlopCounterMode(display=False) as forward_flops, torch.no_grad():
             model(x, x, n_loop=r)
-        assert train_flops.get_total_flops() / x.numel() == pytest.approx(model.flops_per_token(cfg, r), rel=0.02)
+        assert train_flops.get_total_flops() / x.numel() == pytest.approx(model.flops_per_token(cfg, r), rel=exact)
         assert forward_flops.get_total_flops() / x.numel() == pytest.approx(model.flops_per_token(cfg, r, train=False),
-                                                                           rel=0.02)
+                                                                           rel=exact)
 
 
 @pytest.mark.parametrize("path", TRICKS)
@@ -99,7 +100,7 @@ def test_trains_resumes_and_leaves_a_folder(path, tiny, tmp_path, monkeypatch):
     model, _ = load_model(tmp_path / "straight")
     assert type(model).__name__ == tricks.model_class(path).__name__
     summary = json.loads((tmp_path / "straight" / "summary.json").read_text())
-    assert summary["flops"] == pytest.approx(summary["tokens"] * model.flops_per_token(model.cfg))
+    assert summary["flops"] == pytest.approx(summary["tokens"] * T.flops_of(args, model.cfg, 4))
 
 
 @pytest.mark.slow
@@ -298,7 +299,7 @@ LAYERS = """
 from model import LoopedLM
 class Layers(LoopedLM):
     def layer(self, x, i, k, context):
-        block, slot = self.recur[i], self.cfg.n_prelude + k * self.cfg.n_recur + i
+        block, slot = self.recur[i], self.slot(i, k)
         x = x + block.attention(2 * x + k, context, slot)      # the keys of a pass depend on its number
         return x + block.feed_forward(x, context, slot)
 """

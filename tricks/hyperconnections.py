@@ -36,9 +36,9 @@ class Hyperconnections(LoopedLM):
         read = self.lanes["read"][k % self.cfg.n_loop]                             # (lanes,)
         return (read[:, None] * h).sum(2)
 
-    def finish(self, h, x, k):
+    def finish(self, e, h, x, k):
         mix, write = self.lanes["mix"][k % self.cfg.n_loop], self.lanes["write"][k % self.cfg.n_loop]
-        written = write[:, None] * super().finish(h, x, k)[:, :, None]             # (B, T, lanes, D)
+        written = write[:, None] * super().finish(e, h, x, k)[:, :, None]             # (B, T, lanes, D)
         return (mix[..., None] * h[:, :, None]).sum(3) + written
 
     def read(self, h):
@@ -50,5 +50,5 @@ class Hyperconnections(LoopedLM):
         return {**counts, "injection": counts["injection"] + cfg.n_loop * cls.n_lanes * (cls.n_lanes + 2)}
 
     @classmethod
-    def pass_flops(cls, cfg):
-        return super().pass_flops(cfg) + 2 * cls.n_lanes * (cls.n_lanes + 2) * cfg.n_embd
+    def pass_flops(cls, cfg, k):
+        return super().pass_flops(cfg, k) + 2 * cls.n_lanes * (cls.n_lanes + 2) * cfg.n_embd

@@ -1,0 +1,18 @@
+"""
+Growing r: half of the passes, rounded up, for the first 40% of the steps, then all of them. Evaluation always runs all.
+Source: parameter-golf #835 (2 passes, 3 from 40% and 4 from 65% of the time, not of the steps); arXiv 2609.19107
+(abstract).
+
+Claim: -0.009 bits/byte at equal time (parameter-golf #835); tied growth 1.35 times the compute (arXiv 2609.19107,
+abstract); starting to loop at 15% instead of 35% of the steps cost 0.050 bits/byte (parameter-golf #1726).
+Here: not measured yet.
+"""
+from model import LoopedLM
+
+
+class GrowingR(LoopedLM):
+    share: float = 0.4                           # of the steps
+
+    @classmethod
+    def schedule(cls, cfg, step, max_steps):
+        return {"n_loop": (cfg.n_loop + 1) // 2} if step < cls.share * max_steps else {}
