@@ -9,6 +9,7 @@ What one recurrence is worth: plan a sweep, collect its runs, fit the joint scal
     python fit_law.py allocate --flops=1e20 --n_loop=4  # best width under the law, what the same loss costs at r=1; 3 s
     python fit_law.py plan --preset=trick --name=gate --flags=--trick=tricks/gate.py > sweep.sh  # a looping trick
     python fit_law.py compare base.csv trick.csv        # phi with it minus phi without; --table=FILE adds a line
+    python fit_law.py verdict base.csv trick.csv        # whether it saves compute, from pairs of runs; verdict.py; 1 s
     python fit_law.py table                             # the scoreboard, results/phi_table.csv, ranked and drawn
 
 The grids of `plan` and the tables of runs are in sweep.py, the pictures in lib/plots.py.
@@ -30,8 +31,9 @@ from law import (FORMS, bootstrap, bootstrap_weights, count_resamples, descend, 
 from lib.console import misused, stop
 from lib.files import ROOT, check_writable
 from lib.plots import plot_law, plot_scoreboard
-from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, cmd_collect, cmd_plan, count_parameters, load_runs,
+from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, at_budgets, cmd_collect, cmd_plan, count_parameters, load_runs,
                    nominal_budgets, number, read_rows, select)
+from verdict import cmd_verdict
 
 PUBLISHED = str(ROOT / "data" / "isodepth_runs.csv")
 
@@ -102,13 +104,7 @@ def print_fit(runs, fit, draws, convention):
 def cmd_fit(args):
     runs = load_runs(args.runs, args.convention)
     if args.budgets:
-        ratio = runs["budget"][:, None] / args.budgets  # (n, budgets on the command line)
-        near = np.abs(np.log(ratio)) < np.log(SAME_BUDGET)
-        for budget, present in zip(args.budgets, near.any(0)):
-            if not present:
-                budgets = ", ".join(f"{b:g}" for b in np.unique(runs["budget"]))
-                stop(f"--budgets={budget:g}: {args.runs} has {budgets}")
-        runs = select(runs, near.any(1))
+        runs = at_budgets(runs, args.budgets, args.runs)
     check_fittable(runs, args.runs, args.form)
     if args.plot and args.form != "power":
         stop(f"--plot draws r^phi and --form={args.form} has none: use --form=power")
@@ -572,6 +568,11 @@ def parse_args():
     add("--convention", where, **convention)
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
     add("--table", "also add a line to this scoreboard, such as results/phi_table.csv", metavar="FILE")
+    add("--json", "also write the numbers to this file", metavar="FILE")
+    add = command(cmd_verdict, "whether a trick saves compute, from pairs of runs with and without it")
+    add("baseline", "table of the runs without it")
+    add("runs", "table of the runs with it, several tricks told apart by the column sweep")
+    add("--budgets", "only the pairs at these training FLOPs (default: all that both tables have)", **reals)
     add("--json", "also write the numbers to this file", metavar="FILE")
     add = command(cmd_table, "the scoreboard of tricks, ranked, with its plot")
     default = str(ROOT / "results" / "phi_table.csv")

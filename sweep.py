@@ -228,3 +228,14 @@ def nominal_budgets(flops):
 
 def select(runs, mask):
     return {k: v[mask] for k, v in runs.items()}
+
+
+def at_budgets(runs, budgets, path):
+    """The runs at these training FLOPs, each within SAME_BUDGET of one; stops at a budget without a run."""
+    ratio = runs["budget"][:, None] / budgets  # (n, budgets on the command line)
+    near = np.abs(np.log(ratio)) < np.log(SAME_BUDGET)
+    for budget, present in zip(budgets, near.any(0)):
+        if not present:
+            names = ", ".join(f"{b:g}" for b in np.unique(runs["budget"]))
+            stop(f"--budgets={budget:g}: {path} has {names}")
+    return select(runs, near.any(1))

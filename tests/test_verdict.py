@@ -1,0 +1,207 @@
+"""verdict.py against the paired differences of the pocket tables, and against sweeps of a law with a known effect.
+
+Coverage and power of the pocket grid, 300 sweeps an effect, in 15 s:
+python -m pytest tests/test_verdict.py -m study -n 0 -s
+"""
+import csv
+import json
+import sys
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import fit_law as F
+import law as W
+import sweep as S
+import verdict as V
+
+BASE, TRICKS = F.ROOT / "results" / "pocket_runs.csv", F.ROOT / "results" / "trick_runs.csv"
+NOISE = 0.018  # nats between seeds
+LOWER = [6e11, 1.5e12, 3.8e12]
+
+
+@lru_cache
+def tables():
+    return S.load_runs(BASE), S.load_runs(TRICKS)
+
+
+def trick_runs(name):
+    return S.select(tables()[1], tables()[1]["sweep"] == name)
+
+
+def command(monkeypatch, capsys, *flags):
+    """Exit status, stdout and stderr of the command."""
+    monkeypatch.setattr(sys, "argv", ["fit_law.py", "verdict", *map(str, flags)])
+    code = 0
+    try:
+        F.main()
+    except SystemExit as stop:
+        code = stop.code
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def write_table(path, runs, **changes):
+    names = [k for k in runs if k != "budget"]
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f)
+        writer.writerow(names)
+        writer.writerows(zip(*({**runs, **changes}[k] for k in names)))
+    return path
+
+
+# --- the pocket tables ---
+
+@pytest.mark.parametrize("name, mean, error", [
+    ("bptt", -0.089, 0.011), ("inject-add", -0.033, 0.007), ("hyperconnections", -0.003, 0.010),
+    ("gate", 0.020, 0.008), ("inject-none", 0.099, 0.028), ("perloop", 0.102, 0.011)])
+def test_differences_of_the_pairs(name, mean, error):
+    pairs, n_alone = V.pair_runs(*map(joined, (tables()[0], trick_runs(name))), name)
+    change = pairs["val_loss"] - pairs["without"]
+    assert len(change) == 18 and n_alone == 0
+    assert change.mean() == pytest.approx(mean, abs=6e-4)
+    assert change.std(ddof=1) / 18 ** 0.5 == pytest.approx(error, abs=6e-4)
+
+
+def joined(runs):
+    """The runs with the budgets of the grid as their names, so that two tables agree."""
+    grid = np.array(sorted(S.GRIDS["pocket"]["widths"]))
+    nearest = np.abs(np.log(runs["flops"][:, None] / grid)).argmin(1)
+    return runs | {"budget": grid[nearest]}
+
+
+def test_seed_noise_is_that_of_the_page():
+    noise, spare = V.seed_noise(tables()[0])
+    assert (round(noise, 3), spare) == (0.018, 4)
+
+
+def test_command_on_the_pocket_tables(monkeypatch, capsys, tmp_path):
+    code, out, _ = command(monkeypatch, capsys, BASE, TRICKS, f"--json={tmp_path / 'v.json'}")
+    results = json.loads((tmp_path / "v.json").read_text())
+    decided = {name: result["decided"] for name, result in results.items()}
+    assert code == 0 and len(out.splitlines()) == 1 + 3 * 6
+    assert decided["bptt"] == "better" and decided["perloop"] == decided["inject-none"] == "worse"
+    assert decided["hyperconnections"] == "not decided"
+    for result in results.values():
+        low, high = result["multiplier_ci"]
+        assert low < result["multiplier"] < high and (result["multiplier"] > 1) == (result["nats"] < 0)
+    page = (F.ROOT / "results" / "pocket.md").read_text(encoding="utf-8")
+    for line in out.splitlines():
+        assert line in page
+
+
+def test_too_few_pairs_no_pair_and_other_flops(monkeypatch, capsys, tmp_path):
+    runs = trick_runs("gate")
+    few = S.select(runs, runs["n_embd"] == 24)
+    code, out, _ = command(monkeypatch, capsys, BASE, write_table(tmp_path / "few.csv", few))
+    assert code == 0 and "gate: no verdict, 4 pairs" in out
+    seeds = np.where(runs["n_embd"] == 24, 7, runs["seed"])
+    code, out, _ = command(monkeypatch, capsys, BASE, write_table(tmp_path / "alone.csv", runs, seed=seeds))
+    assert code == 0 and "14 pairs" in out and "4 runs without a pair left out" in out
+    flops = np.where(runs["n_embd"] == 24, 1.02, 1) * runs["flops"]
+    code, _, err = command(monkeypatch, capsys, BASE, write_table(tmp_path / "flops.csv", runs, flops=flops))
+    assert code == 2 and "n_embd 24" in err and err.count("\n") == 1
+    code, _, err = command(monkeypatch, capsys, BASE, TRICKS, "--budgets", "7e12")
+    assert code == 2 and "--budgets=7e+12" in err
+
+
+# --- sweeps from a law ---
+
+@lru_cache
+def truth():
+    """The pocket baseline with the losses of its fitted law and without noise, and the law."""
+    base = joined(tables()[0])
+    fit = W.fit_law(base)
+    return base | {"val_loss": W.predict(fit["theta"], fit["x"])[0]}, fit
+
+
+@lru_cache
+def gain(budget, r, factor):
+    """Nats by which the law's optimum loss falls when the compute of a budget grows by this factor."""
+    base, fit = truth()
+    runs = S.select(base, base["n_loop"] == r)
+    log_n = np.log(runs["n_once"] + runs["n_rec"])
+    per_token = np.polyfit(log_n, np.log(runs["flops"] / runs["tokens"]), 2)
+    once = np.polyfit(log_n, np.log(runs["n_once"]), 2)
+    grid = np.linspace(log_n.min() - 1, log_n.max() + 1, 2000)
+    n_once = np.exp(np.polyval(once, grid))
+    n_rec = np.exp(grid) - n_once
+    optimum = [W.predict_at(fit, n_once, n_rec, c / np.exp(np.polyval(per_token, grid)), r).min()
+               for c in (budget, factor * budget)]
+    return optimum[0] - optimum[1]
+
+
+def make_sweep(seed, factor, scatter=0.0, loops=(2, 4), trick_factor=None, seeds=1):
+    """A noisy baseline, and the runs of a trick that is worth this factor of compute.
+
+    scatter: sd in nats of what the trick does at each (budget, r) cell besides. seeds: runs of each cell and width.
+    """
+    rng = np.random.default_rng(seed)
+    base, _ = truth()
+    first = S.select(base, base["seed"] == 42)
+    copies = [base] + [first | {"seed": first["seed"] + 100 * k} for k in range(1, seeds)]
+    base = {k: np.concatenate([copy[k] for copy in copies]) for k in base}
+    widths = S.GRIDS["trick"]["widths"]
+    in_grid = [d in widths.get(b, []) and r in loops for b, d, r in zip(base["budget"], base["n_embd"], base["n_loop"])]
+    trick = S.select(base, np.array(in_grid) & (base["seed"] % 100 == 42))
+    factors = {r: (trick_factor or {}).get(r, factor) for r in loops}
+    saved = [gain(b, r, factors[r]) if factors[r] != 1 else 0 for b, r in zip(trick["budget"], trick["n_loop"])]
+    cell = W.label_groups(trick, "budget", "n_loop")
+    luck = scatter * rng.standard_normal(cell.max() + 1)[cell]
+    trick = trick | {"val_loss": trick["val_loss"] - saved + luck + NOISE * rng.standard_normal(len(cell))}
+    base = base | {"val_loss": base["val_loss"] + NOISE * rng.standard_normal(len(base["val_loss"]))}
+    return base, trick
+
+
+def study(n, factor, **options):
+    """Shares of n sweeps whose interval holds the truth and whose verdict is `better`; the mean multiplier."""
+    inside, better, multipliers = 0, 0, []
+    for seed in range(n):
+        result = V.judge(*make_sweep(seed, factor, **options), "simulated")
+        low, high = result["multiplier_ci"]
+        inside += low <= factor <= high
+        better += result["decided"] == "better"
+        multipliers.append(result["multiplier"])
+    return inside / n, better / n, np.mean(multipliers)
+
+
+def test_grid_of_the_simulation_is_that_of_the_tricks():
+    base, trick = make_sweep(0, 1)
+    pairs, _ = V.pair_runs(base, trick, "simulated")
+    assert len(pairs["flops"]) == 18
+
+
+def test_noise_free_effect_comes_back():
+    base, trick = make_sweep(0, 1.3)
+    exact = truth()[0]
+    saved = np.array([gain(b, r, 1.3) for b, r in zip(trick["budget"], trick["n_loop"])])
+    rows = {key: loss for *key, loss in zip(*(exact[k] for k in V.PAIR), exact["val_loss"]) for key in [tuple(key)]}
+    plain = np.array([rows[key] for key in zip(*(trick[k] for k in V.PAIR))])
+    result = V.judge(exact, trick | {"val_loss": plain - saved}, "simulated")
+    assert result["multiplier"] == pytest.approx(1.3, abs=0.04)
+
+
+def test_a_trick_that_does_nothing_is_covered():
+    inside, better, _ = study(100, 1.0)
+    assert 0.90 <= inside <= 0.99 and better <= 0.07
+
+
+def test_share_of_the_loop():
+    """A trick that helps r = 1 as much has the share 1; one for the loop only has its own multiplier."""
+    for plain, share in ((1.5, 1.0), (1.0, 1.5)):
+        result = V.judge(*make_sweep(1, 1.5, loops=(1, 2, 4), trick_factor={1: plain}), "simulated")
+        low, high = result["share_ci"]
+        assert low < share < high and result["share"] == pytest.approx(share, abs=0.2)
+
+
+@pytest.mark.study
+def test_coverage_and_power_study():
+    print("\nnoise 0.018 nats, 300 sweeps a line: true multiplier, scatter of cells in nats, pairs, covered, called "
+          "better, mean multiplier")
+    for factor, scatter, seeds in ((1.0, 0, 1), (1 / 0.95, 0, 1), (1.1, 0, 1), (1.3, 0, 1), (1.0, 0.02, 1),
+                                   (1 / 0.95, 0.02, 1), (1.1, 0.02, 1), (1 / 0.95, 0, 2), (1 / 0.95, 0.02, 2)):
+        inside, better, mean = study(300, factor, scatter=scatter, seeds=seeds)
+        print(f"{factor:.3f}  {scatter:.2f}  {18 * seeds}  {inside:.1%}  {better:.1%}  {mean:.3f}", flush=True)
+        if factor == 1:
+            assert 0.93 <= inside <= 0.97

@@ -1,0 +1,286 @@
+"""
+Is a looping trick worth its compute? The verdict of runs with it, paired with runs without it.
+
+    python fit_law.py verdict results/pocket_runs.csv results/trick_runs.csv     # six tricks, 1 s
+
+A pair is two runs of the same budget, width, r, experts and seed, one with the trick and one without. They differ in
+the trick alone, so no law is needed to compare them, and what is hard or easy about a width cancels.
+
+- Difference: the mean over the pairs of (loss with - loss without), in nats per token.
+- Compute multiplier m: how many times its FLOPs the baseline would need for the loss of the trick. Above 1 the trick
+  saves compute, below 1 it costs compute. The baseline's losses at each r are fitted by a quadratic in log C and log N;
+  its minimum over N is the optimum loss L*(C), a quadratic in log C. m solves, over the pairs,
+  mean(L*(m C, r) - L*(C, r)) = difference. So a trick is taken to change the loss of the best width as it changes the
+  mean of the widths that were run. L* is fitted to all budgets of the baseline from the cheapest of the pairs upwards.
+- Share of the loop: m at r > 1 divided by m at r = 1. A trick that helps the plain model as much has the share 1.
+
+Intervals, 95%: (budget, r) cells of pairs are resampled, both sides of a pair together and all its seeds with it. The
+seed noise of a run is in the scatter between cells, because no two cells share a run; resampling the pairs within a
+cell as well would count that noise twice. Few cells scatter too little, so every resample is widened to Student's t.
+The curve adds its own uncertainty: each resample refits it to the baseline's losses with fresh noise, of the size that
+the fit left over. Table shapes: n runs or pairs, S resamples; row 0 of (1 + S, ...) is the estimate.
+"""
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from law import interval, label_groups
+from lib.console import stop
+from sweep import at_budgets, load_runs, nominal_budgets, select
+
+RESAMPLES = 2000
+PAIRS_NEEDED, CELLS_NEEDED = 6, 3
+SAME_FLOPS = 0.01  # the two runs of a pair differ by at most this share of their FLOPs
+PAIR = ["budget", "n_embd", "n_loop", "n_expert", "seed"]
+
+
+# --- pairs ---
+
+def pair_runs(base, trick, name):
+    """The trick's runs that have a pair, with its loss as `without` (n,), and the number of runs without a pair."""
+    rows = index_runs(base, "the baseline")
+    keys = index_runs(trick, name)
+    has_pair = np.array([key in rows for key in keys], bool)
+    partner = [rows[key] for key in keys if key in rows]
+    pairs = select(trick, has_pair)
+    plain = select(base, np.array(partner, int))
+    pairs["without"] = plain["val_loss"]
+    ratios = pairs["flops"] / plain["flops"]
+    for r, d, ratio in zip(pairs["n_loop"], pairs["n_embd"], ratios):
+        if abs(ratio - 1) > SAME_FLOPS:
+            stop(f"{name}: the run with n_loop {r:g} and n_embd {d:g} took {ratio:.3f} times the FLOPs of its pair: "
+                 "train both with the same --max_flops")
+    return pairs, len(keys) - len(partner)
+
+
+def index_runs(runs, name):
+    """{what has to agree in a pair: row}"""
+    rows = {}
+    columns = [runs[k] for k in PAIR]
+    for row, key in enumerate(zip(*columns)):
+        if key in rows:
+            stop(f"{name} has two runs with the same {', '.join(PAIR)}: keep one of them in the file")
+        rows[key] = row
+    return rows
+
+
+def seed_noise(runs):
+    """Standard deviation of the loss between seeds in nats, and its degrees of freedom."""
+    model = label_groups(runs, "budget", "n_embd", "n_loop", "n_expert")
+    counts = np.bincount(model)
+    means = np.bincount(model, runs["val_loss"]) / counts
+    spare = np.sum(counts - 1)
+    if spare == 0:
+        return np.nan, 0
+    residual = runs["val_loss"] - means[model]
+    variance = np.sum(residual ** 2) / spare
+    return variance ** 0.5, spare
+
+
+# --- what the baseline's compute is worth ---
+
+def fit_surface(runs, r):
+    """The quadratic surface of the loss of runs (n,) with r loops, in x = log C and y = log N around their means: the
+    matrix from losses to its six coefficients (6, n), and the losses on the surface (n,)."""
+    log_c = np.log(runs["flops"])
+    log_n = np.log(runs["n_once"] + runs["n_rec"])
+    x = log_c - log_c.mean()
+    y = log_n - log_n.mean()
+    columns = [x ** 0, x, x ** 2, y, y ** 2, x * y]
+    basis = np.stack(columns, axis=1)
+    if len(x) < 7 or np.linalg.matrix_rank(basis) < 6:
+        stop(f"the baseline has too few runs with n_loop {r:g} for a curve of its loss: it takes three budgets with "
+             "three widths each")
+    inverse = np.linalg.pinv(basis)
+    return inverse, basis @ inverse @ runs["val_loss"]
+
+
+def minimise_over_n(coefficients):
+    """Slope at x = 0 and bend of the optimum loss slope x + bend x^2 + constant, from the six coefficients (6, ...)."""
+    _, by_x, by_xx, by_y, by_yy, by_xy = coefficients
+    by_yy = np.where(by_yy > 0, by_yy, np.nan)  # a parabola that bends down has no lowest loss
+    # minimum over y: constant + by_x x + by_xx x^2 - (by_y + by_xy x)^2 / (4 by_yy)
+    tilt = by_xy / (2 * by_yy)
+    slope = by_x - by_y * tilt
+    bend = by_xx - by_xy * tilt / 2
+    return slope, bend
+
+
+def fit_curves(base, pairs, rng):
+    """Slope of L* by log C and its bend, the factor of (log C)^2, (1 + S,) each: means over the pairs."""
+    cheapest = pairs["budget"].min()
+    base = select(base, base["budget"] >= cheapest)
+    fits, squares, spare = [], 0, 0
+    for r, n_expert in set(zip(pairs["n_loop"], pairs["n_expert"])):
+        runs = choose(base, r, n_expert)
+        inverse, smooth = fit_surface(runs, r)
+        residual = runs["val_loss"] - smooth
+        squares += np.sum(residual ** 2)
+        spare += len(residual) - 6
+        fits.append((r, n_expert, runs, inverse, smooth))
+    noise = (squares / spare) ** 0.5  # of all curves together
+
+    mean_slope, mean_bend = 0, 0
+    for r, n_expert, runs, inverse, smooth in sorted(fits, key=lambda fit: fit[:2]):
+        shape = (RESAMPLES, len(smooth))
+        noisy = smooth + noise * rng.standard_normal(shape)
+        losses = np.vstack([runs["val_loss"], noisy])  # (1 + S, runs)
+        slope, bend = minimise_over_n(inverse @ losses.T)
+        part = choose(pairs, r, n_expert)
+        centre = np.log(runs["flops"]).mean()
+        x = np.log(part["flops"]).mean() - centre
+        share = len(part["flops"]) / len(pairs["flops"])
+        slope = slope + 2 * bend * x
+        mean_slope = mean_slope + share * slope
+        mean_bend = mean_bend + share * bend
+    return mean_slope, mean_bend
+
+
+def choose(runs, r, n_expert):
+    same_r = runs["n_loop"] == r
+    same_experts = runs["n_expert"] == n_expert
+    return select(runs, same_r & same_experts)
+
+
+def solve_multiplier(difference, slope, bend):
+    """log m, where slope log m + bend (log m)^2 = difference, (1 + S,) each. Beyond the lowest point of the curve the
+    root is continued in a straight line; NaN where the curve does not fall."""
+    slope = np.where(slope < 0, slope, np.nan)
+    inside = slope ** 2 + 4 * bend * difference
+    root = np.sqrt(np.maximum(inside, 0))
+    return 2 * difference / (slope - root)
+
+
+def measure_pairs(base, pairs, seed=0):
+    """Difference in nats and log m, (1 + S,) each: the estimate, then every resample."""
+    rng = np.random.default_rng(seed)
+    change = pairs["val_loss"] - pairs["without"]
+    cell = label_groups(pairs, "budget", "n_loop")
+    sizes = np.bincount(cell)
+    sums = np.bincount(cell, change)
+    k = len(sizes)
+    draws = rng.multinomial(k, np.full(k, 1 / k), size=RESAMPLES)  # (S, cells)
+    means = draws @ sums / (draws @ sizes)
+    # The scatter of k cells is too small by (k - 1) / k, and known from k - 1 degrees of freedom only: t, not normal.
+    widening = np.sqrt(k / rng.chisquare(k - 1, size=RESAMPLES))
+    estimate = change.mean()
+    resampled = estimate + widening * (means - estimate)
+    difference = np.concatenate([[estimate], resampled])
+    slope, bend = fit_curves(base, pairs, rng)
+    return difference, solve_multiplier(difference, slope, bend)
+
+
+# --- the verdict ---
+
+def judge(base, trick, name):
+    """A dict of what the pairs of a trick say; `decided` is missing where they are too few."""
+    pairs, n_alone = pair_runs(base, trick, name)
+    looped = select(pairs, pairs["n_loop"] > 1)
+    plain = select(pairs, pairs["n_loop"] == 1)
+    result = dict(pairs=len(looped["flops"]), without_pair=n_alone)
+    for key in ("budget", "n_loop", "seed"):
+        values = np.unique(looped[key])
+        result[key] = values.tolist()
+    if not is_enough(looped):
+        return result
+    difference, log_m = measure_pairs(base, looped)
+    add_estimate(result, "nats", difference)
+    add_estimate(result, "multiplier", np.exp(log_m))
+    if not result["multiplier_ci"]:
+        stop(f"{name}: the baseline's loss does not fall with compute at these budgets: choose others with --budgets")
+    low, high = result["multiplier_ci"]
+    result["decided"] = "not decided"
+    if low > 1:
+        result["decided"] = "better"
+    if high < 1:
+        result["decided"] = "worse"
+
+    same_budgets = np.isin(looped["budget"], plain["budget"])
+    at_same = select(looped, same_budgets)
+    if is_enough(plain) and is_enough(at_same):
+        _, looped_m = measure_pairs(base, at_same, seed=1)
+        _, plain_m = measure_pairs(base, plain, seed=2)
+        add_estimate(result, "share", np.exp(looped_m - plain_m))
+    return result
+
+
+def add_estimate(result, key, values):
+    """The estimate and the interval of values (1 + S,)."""
+    result[key] = float(values[0])
+    result[f"{key}_ci"] = interval(values)
+
+
+def is_enough(pairs):
+    n_pairs = len(pairs["flops"])
+    cells = set(zip(pairs["budget"], pairs["n_loop"]))
+    return n_pairs >= PAIRS_NEEDED and len(cells) >= CELLS_NEEDED
+
+
+def bracket(bounds, form):
+    low, high = (format(v, form) for v in bounds)
+    return f"[{low}, {high}]"
+
+
+def percent_text(m, bounds):
+    """A compute multiplier and its interval as the share of compute saved, or what it costs more."""
+    low, high = bounds
+    if m >= 1:
+        saved, *edges = (round(100 - 100 / v) for v in (m, low, high))
+        return f"saves {saved}% {bracket(edges, 'd')} of the compute"
+    cost, *edges = (round(100 / v - 100) for v in (m, high, low))
+    return f"costs {cost}% {bracket(edges, 'd')} more compute"
+
+
+def count(n, word):
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
+
+
+def print_verdict(name, result):
+    """Three lines that say what a trick saves, whether the loop has a share in it, and what is decided."""
+    pairs = count(result["pairs"], "pair")
+    budgets = count(len(result["budget"]), "budget")
+    seeds = count(len(result["seed"]), "seed")
+    n_alone = result["without_pair"]
+    alone = f"; {count(n_alone, 'run')} without a pair left out" if n_alone else ""
+    if "decided" not in result:
+        print(f"{name}: no verdict, {pairs}, {budgets}, {seeds} at r > 1: it takes {PAIRS_NEEDED} pairs in "
+              f"{CELLS_NEEDED} (budget, r) cells{alone}")
+        return
+    m, bounds = result["multiplier"], result["multiplier_ci"]
+    effect = percent_text(m, bounds)
+    loops = " and ".join(f"{r:g}" for r in result["n_loop"])
+    nats = bracket(result["nats_ci"], "+.3f")
+    print(f"{name}: {effect} at r = {loops} ({pairs}, {budgets}, {seeds}; {result['nats']:+.3f} nats {nats}{alone})")
+    share = "left out, the trick has too few r = 1 runs with a pair"
+    if "share" in result:
+        edges = bracket(result["share_ci"], ".2f")
+        share = f"{result['share']:.2f} {edges}, multiplier at r > 1 over that at r = 1"
+    print(f"    share of the loop: {share}")
+    print(f"    {result['decided']}: compute multiplier {m:.2f} {bracket(bounds, '.2f')}")
+
+
+def cmd_verdict(args):
+    """Whether each trick saves compute: pairs of runs with and without it."""
+    base = load_runs(args.baseline)
+    tricks = load_runs(args.runs)
+    flops = np.concatenate([base["flops"], tricks["flops"]])
+    budgets = nominal_budgets(flops)  # one name for a budget of both tables
+    base["budget"], tricks["budget"] = np.split(budgets, [len(base["flops"])])
+    if args.budgets:
+        tricks = at_budgets(tricks, args.budgets, args.runs)
+    noise, spare = seed_noise(base)
+    seeds = f"sd {noise:.3f} nats ({spare} degrees of freedom)" if spare else "unknown, no run has a second seed"
+    print(f"95% intervals from {RESAMPLES} resamples of (budget, r) cells of pairs; noise between seeds {seeds}")
+    results = {}
+    for sweep in dict.fromkeys(tricks["sweep"]):
+        name = str(sweep) or os.path.basename(args.runs)
+        trick = select(tricks, tricks["sweep"] == sweep)
+        results[name] = judge(base, trick, name)
+        print_verdict(name, results[name])
+    if args.json:
+        try:
+            Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            stop(f"--json={args.json}: cannot write it ({error.strerror or error}); choose another folder")
