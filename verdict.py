@@ -1,7 +1,7 @@
 """
 Is a looping trick worth its compute? The verdict of runs with it, paired with runs without it.
 
-    python fit_law.py verdict results/pocket_runs.csv results/trick_runs.csv     # six tricks, 1 s
+    python fit_law.py verdict results/pocket_runs.csv results/trick_runs.csv     # six tricks; 1 s
 
 A pair is two runs of the same budget, width, r, experts and seed, one with the trick and one without. They differ in
 the trick alone, so no law is needed to compare them, and what is hard or easy about a width cancels.
