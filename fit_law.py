@@ -12,7 +12,8 @@ What one recurrence is worth: plan a sweep, collect its runs, fit the joint scal
     python fit_law.py verdict base.csv trick.csv        # whether it saves compute, from pairs of runs; verdict.py; 1 s
     python fit_law.py table                             # the scoreboard, results/phi_table.csv, ranked and drawn
 
-The grids of `plan` and the tables of runs are in sweep.py, the pictures in lib/plots.py.
+The grids of `plan` and the tables of runs are in sweep.py, `isoflop` and `allocate` in optima.py, `verdict` in
+verdict.py, the pictures in lib/plots.py.
 """
 import argparse
 import csv
@@ -24,45 +25,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import brentq
 
 from law import (FORMS, bootstrap, bootstrap_weights, count_resamples, descend, fit_law, interval, label_groups,
-                 natural_units, predict, predict_at, rms, span, why_no_interval, why_unidentified, worth)
+                 natural_units, predict, rms, span, why_no_interval, why_unidentified, worth)
 from lib.console import misused, stop
 from lib.files import ROOT, check_writable
 from lib.plots import plot_law, plot_scoreboard
-from sweep import (CONVENTIONS, GRIDS, SAME_BUDGET, at_budgets, cmd_collect, cmd_plan, count_parameters, load_runs,
+from optima import cmd_allocate, cmd_isoflop
+from sweep import (CONVENTIONS, GRIDS, at_budgets, check_fittable, cmd_collect, cmd_plan, load_runs, loops_needed,
                    nominal_budgets, number, read_rows, select)
 from verdict import cmd_verdict
 
 PUBLISHED = str(ROOT / "data" / "isodepth_runs.csv")
-
-
-def loops_needed(form, loops):
-    """How many different loop counts a fit of this form needs."""
-    return max(2, len(loops)) if form == "free" else 1 + len(FORMS[form][0])
-
-
-def check_fittable(runs, path, form):
-    n, loops = len(runs["val_loss"]), np.unique(runs["n_loop"])
-    if n < 10:
-        stop(f"{path} has {n} runs but the law has 6 parameters: at least 10 runs are needed")
-    if np.ptp(runs["val_loss"]) == 0:
-        stop(f"{path}: all runs have the loss {runs['val_loss'][0]:g}, so there is nothing to fit: check val_loss")
-    looped = runs["n_loop"] > 1
-    for key in ("sweep", "n_expert", "inject", "trick"):
-        kinds, plain = set(runs[key][looped]), set(runs[key][~looped])
-        # r=1 without injection or trick serves every sweep, injection and trick, but only its own n_expert
-        serves_all = len(plain) == 1 if key == "sweep" else plain == {dict(inject="none", trick="").get(key)}
-        if not serves_all:
-            kinds |= plain
-        if len(kinds) > 1:
-            names = ", ".join(f"{kind:g}" if key == "n_expert" else kind or "none" for kind in sorted(kinds))
-            stop(f"{path} mixes {key} {names}: keep the runs of one {key} in the file, or use `compare`")
-    needed = loops_needed(form, loops)
-    if needed > len(loops):
-        stop(f"{path} has only n_loop {', '.join(f'{r:g}' for r in loops)}, so the recurrence term of --form={form} is "
-             f"not identifiable: add runs with {needed - len(loops)} more n_loop, or use --form=none")
 
 
 def print_fit(runs, fit, draws, convention):
@@ -296,216 +270,6 @@ def cmd_table(args):
     with writing("plot", path):
         plot_scoreboard(rows, path)
     print(f"wrote {os.path.relpath(path)}")
-
-
-# --- optima ---
-
-def fit_parabolas(runs, by):
-    """{(variant, budget): its runs}, with log_n (n,), the basis (n, 3) of a parabola in it, and the loss on it (n,)."""
-    keys = [*by, "budget"]
-    cells = {}
-    columns = [runs[k].tolist() for k in keys]
-    for values in sorted(set(zip(*columns))):
-        *variant, budget = values
-        cell = select(runs, np.all([runs[k] == v for k, v in zip(keys, values)], axis=0))
-        name = ",".join(f"{v:.12g}" if isinstance(v, float) else v for v in variant)
-        if len(np.unique(cell["n_embd"])) < 3:
-            print(f"skipped {name} at {budget:.3g} FLOPs: a parabola needs 3 widths", file=sys.stderr)
-            continue
-        log_n = np.log(cell["n_once"] + cell["n_rec"])
-        basis = np.vander(log_n - log_n.mean(), 3)
-        parabola = basis @ np.linalg.pinv(basis) @ cell["val_loss"]
-        cells[name, budget] = dict(cell, log_n=log_n, basis=basis, parabola=parabola)
-    return cells
-
-
-def find_optimum(cell, noise, n, rng):
-    """[N*, D*, L*], each (1 + n,): the minimum of the parabola, then of n parabolas fitted to it with fresh noise. NaN
-    where a parabola bends down: its vertex is a maximum."""
-    log_n, basis = cell["log_n"], cell["basis"]
-    noisy = cell["parabola"] + noise * rng.standard_normal((n, len(log_n)))
-    loss = np.vstack([cell["val_loss"], noisy])
-    a, b, c = np.linalg.pinv(basis) @ loss.T
-    a = np.where(a > 0, a, np.nan)
-    vertex = -b / (2 * a)
-    log_tokens = np.polyfit(basis[:, 1], np.log(cell["tokens"]), 2)
-    log_d = np.polyval(log_tokens, vertex)
-    with np.errstate(over="ignore"):  # the vertex of a nearly straight line is far away
-        return [np.exp(vertex + log_n.mean()), np.exp(log_d), c - b ** 2 / (4 * a)]
-
-
-def cmd_isoflop(args):
-    """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
-    n_rec: those stored, and of experts those that work on one token."""
-    runs, by = load_runs(args.runs), args.by.split(",")
-    if "sweep" not in by and len(np.unique(runs["sweep"])) > 1:
-        by = ["sweep", *by]
-    unknown = [k for k in by if k not in runs]
-    if unknown:
-        stop(f"--by={args.by}: {args.runs} has no column {', '.join(map(repr, unknown))}; it has {', '.join(runs)}")
-    variants = label_groups(runs, *by)
-    pooled = [key for key in ("n_loop", "n_expert", "inject", "trick")
-              if label_groups(runs, *by, key).max() > variants.max()]
-    if pooled:
-        stop(f"--by={args.by}: {args.runs} has runs that differ in {', '.join(pooled)}, which one parabola would mix: "
-             f"use --by={','.join([args.by, *pooled])}")
-    cells = fit_parabolas(runs, by)
-
-    # The noise around the parabolas, each of which takes three degrees of freedom.
-    spare = sum(len(cell["val_loss"]) - 3 for cell in cells.values())
-    if not spare:
-        stop(f"{args.runs} has no budget with 4 widths, so nothing shows the noise around a parabola: add widths")
-    squares = sum(((cell["parabola"] - cell["val_loss"]) ** 2).sum() for cell in cells.values())
-    noise = (squares / spare) ** 0.5
-    print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"
-          f"{','.join(by)}: FLOPs, N*, D*, L* in nats, L* minus that of {','.join(by)} {next(iter(cells))[0]}")
-
-    optima = {name: {} for name, _ in cells}  # {variant: {budget: [N*, D*, L*]}}
-    first, *_ = optima.values()
-    rng = np.random.default_rng(0)
-    for (name, budget), cell in cells.items():
-        optimum = find_optimum(cell, noise, args.resamples, rng)
-        line = f"{name:4s} {budget:.2e}  "
-        reason = why_no_minimum(cell, optimum[0][0])
-        if reason:
-            print(f"{line}no minimum inside the widths, {reason}: left out of the differences and exponents")
-            continue
-        optima[name][budget] = optimum
-        line += "  ".join(map(span, optimum, (3, 3, 5)))
-        if budget in first and optima[name] is not first:
-            line += f"  {span(optimum[2] - first[budget][2])}"
-        n_valid = np.count_nonzero(~np.isnan(optimum[2][1:]))
-        if n_valid < args.resamples:
-            line += f"  ({n_valid} of {args.resamples} parabolas have a minimum)"
-        print(line)
-
-    print("\nexponents of C: N*, D*, L* with its sign changed, and a of L* = E + k C^-a")
-    for name, by_budget in optima.items():
-        n_budgets = sum(variant == name for variant, _ in cells)
-        left = f"{len(by_budget)} of {n_budgets} budgets have a minimum inside the widths"
-        if len(by_budget) < 2:
-            if n_budgets > 1:
-                print(f"{name:4s} none: {left}")
-            continue
-        c = np.array(list(by_budget))
-        n, d, loss = np.stack(list(by_budget.values()), axis=2)  # (1 + S, budgets) each
-        slope = np.linalg.pinv(np.vander(np.log(c), 2))[0]
-        with np.errstate(all="ignore"):  # N* of a nearly straight line may be 0 or infinite
-            exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
-        if len(c) > 3:
-            exponents.append(saturating_exponent(c, loss))
-        print(f"{name:4s} " + "   ".join(map(span, exponents)) + f"   ({left})" * (len(by_budget) < n_budgets))
-
-
-def why_no_minimum(cell, n_star):
-    """None, or the reason why the parabola of a cell has no minimum between its smallest and largest N."""
-    if np.isnan(n_star):
-        return "the parabola bends down"
-    if n_star <= np.exp(cell["log_n"].min()):
-        return "the loss still falls at the smallest N"
-    if n_star >= np.exp(cell["log_n"].max()):
-        return "the loss still falls at the largest N"
-    return None
-
-
-
-def saturating_exponent(c, loss):
-    """a of L = E + k C^-a with E >= 0, for each row of loss (S, budgets): a scan, since E and k are linear given a."""
-    exponents = np.geomspace(0.01, 1, 400)
-    squares = []
-    for a in exponents:
-        basis = np.stack([np.ones_like(c), (c / c[0]) ** -a], axis=1)
-        solution = loss @ np.linalg.pinv(basis).T  # (S, 2): E and k
-        residual = loss - solution @ basis.T
-        squares.append(np.where(solution[:, 0] >= 0, (residual ** 2).sum(1), np.inf))
-    best = exponents[np.argmin(squares, axis=0)]
-    return np.where(np.isfinite(np.min(squares, axis=0)), best, np.nan)
-
-
-def size_models(runs, r, args):
-    """n_embd, training FLOPs per token, N_once and N_rec of models with r loops and the depth of the runs, one array
-    (widths,) each."""
-    from model import Config, LoopedLM  # brings torch along, which the fits do not need
-    if any(runs["trick"]):
-        stop(f"{args.runs}: its models have no known size without their trick; give runs without one")
-    like = select(runs, runs["n_loop"] == (r if r in runs["n_loop"] else runs["n_loop"].max()))
-    prelude, recur, coda, loops = (int(like[k][0]) for k in ("n_prelude", "n_recur", "n_coda", "n_loop"))
-    depth = loops * recur
-    if depth % r:
-        stop(f"--n_loop={r}: the {depth} layers of the loop in {args.runs} do not divide by it")
-    inject = str(like["inject"][0]) if r > 1 or 1 in runs["n_loop"] else "none"
-    head_dim = int(np.gcd.reduce(runs["n_embd"].astype(int)))
-    rows = []
-    for d in range(head_dim, 200 * head_dim, head_dim):
-        try:
-            cfg = Config(vocab_size=args.vocab_size, block_size=args.block_size, n_embd=d, n_head=d // head_dim,
-                         n_prelude=prelude, n_recur=depth // r, n_coda=coda, n_loop=r, inject=inject)
-        except ValueError as error:
-            stop(f"{args.runs}: its models cannot be sized without their trick ({error}); take runs without a trick")
-        n = LoopedLM.param_counts(cfg)
-        rec = n["recurrent"] + n["injection"]
-        counts = count_parameters(n["once"], rec, n["injection"], d, r, args.convention)
-        rows.append((d, LoopedLM.flops_per_token(cfg), *counts))
-    models = np.array(rows).T
-    per_token = dict(zip(models[0], models[1]))
-    for d, spent in zip(like["n_embd"], like["flops"] / like["tokens"]):
-        expected = per_token.get(d, spent)
-        if loops == r and not 1 / SAME_BUDGET < spent / expected < SAME_BUDGET:
-            stop(f"--vocab_size={args.vocab_size} --block_size={args.block_size}: n_loop {r} and n_embd {d:.0f} take "
-                 f"{expected:.3g} FLOPs a token, but in {args.runs} {spent:.3g}: give the runs' vocabulary and context")
-    return models
-
-
-def best_model(fit, models, r, flops):
-    """(loss, n_embd, N, tokens) of the model with the lowest loss for these training FLOPs."""
-    d, per_token, once, rec = models
-    tokens = flops / per_token
-    loss = predict_at(fit, once, rec, tokens, r)
-    k = loss.argmin()
-    return loss[k], d[k], once[k] + rec[k], tokens[k]
-
-
-def check_width(model, models, args):
-    """Stop where the best model is the narrowest or the widest that was tried: the best of all is beyond it."""
-    width, narrowest, widest = model[1], models[0].min(), models[0].max()
-    if width in (narrowest, widest):
-        side, other = (f"beyond {width:.0f}", "smaller") if width == widest else (f"at most {width:.0f}", "larger")
-        stop(f"--flops={args.flops:g}: the best width is {side}, too far from the runs of {args.runs}; "
-             f"take a {other} budget")
-
-
-def cmd_allocate(args):
-    """Width and tokens with the lowest loss under the fitted law, and the FLOPs at which r=1 reaches that loss."""
-    runs = load_runs(args.runs, args.convention)
-    check_fittable(runs, args.runs, "power")
-    missing = [k for k in ("n_prelude", "n_recur", "n_coda") if k not in runs]
-    if missing:
-        stop(f"{args.runs} lacks the column {', '.join(missing)}, which says what a model of the law looks like")
-    fit = fit_law(runs)
-    looped_models, plain_models = size_models(runs, args.n_loop, args), size_models(runs, 1, args)
-    looped = best_model(fit, looped_models, args.n_loop, args.flops)
-    check_width(looped, looped_models, args)
-
-    def excess(x):
-        """Lowest loss of r=1 with 10^x times the FLOPs, minus that of the looped model."""
-        return best_model(fit, plain_models, 1, args.flops * 10 ** x)[0] - looped[0]
-
-    if not excess(3) <= 0 <= excess(-3):
-        stop(f"--flops={args.flops:g}: r=1 reaches that loss at no budget within a factor of 1000, too far from the "
-             f"runs of {args.runs}; take another budget")
-    cost = args.flops * 10 ** brentq(excess, -3, 3)
-    plain = best_model(fit, plain_models, 1, cost)
-    check_width(plain, plain_models, args)
-    print(f"law of {os.path.relpath(args.runs)}: phi {fit['phi']:.4f}, convention {args.convention}")
-    for r, flops, (loss, d, n, tokens) in ((args.n_loop, args.flops, looped), (1, cost, plain)):
-        print(f"r={r}: {flops:.3g} FLOPs reach {loss:.4f} nats with n_embd {d:.0f} (N {n:.3g}) on {tokens:.3g} tokens")
-    beyond, below = args.flops / runs["budget"].max(), args.flops / runs["budget"].min()
-    warning = f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""
-    if below * SAME_BUDGET < 1:
-        warning = f"; the budget is {below:.3g}x the smallest that was fitted"
-    if args.n_loop not in runs["n_loop"]:
-        warning += f"; no run with r={args.n_loop} was fitted"
-    print(f"so r=1 needs {cost / args.flops:.3f} of the FLOPs for that loss{warning}")
 
 
 # --- command line ---

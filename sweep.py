@@ -12,6 +12,7 @@ from itertools import product
 
 import numpy as np
 
+from law import FORMS
 from lib.console import stop
 
 SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a budget: each rounds it to whole steps
@@ -239,3 +240,32 @@ def at_budgets(runs, budgets, path):
             names = ", ".join(f"{b:g}" for b in np.unique(runs["budget"]))
             stop(f"--budgets={budget:g}: {path} has {names}")
     return select(runs, near.any(1))
+
+
+# --- can a law be fitted to them? ---
+
+def loops_needed(form, loops):
+    """How many different loop counts a fit of this form needs."""
+    return max(2, len(loops)) if form == "free" else 1 + len(FORMS[form][0])
+
+
+def check_fittable(runs, path, form):
+    n, loops = len(runs["val_loss"]), np.unique(runs["n_loop"])
+    if n < 10:
+        stop(f"{path} has {n} runs but the law has 6 parameters: at least 10 runs are needed")
+    if np.ptp(runs["val_loss"]) == 0:
+        stop(f"{path}: all runs have the loss {runs['val_loss'][0]:g}, so there is nothing to fit: check val_loss")
+    looped = runs["n_loop"] > 1
+    for key in ("sweep", "n_expert", "inject", "trick"):
+        kinds, plain = set(runs[key][looped]), set(runs[key][~looped])
+        # r=1 without injection or trick serves every sweep, injection and trick, but only its own n_expert
+        serves_all = len(plain) == 1 if key == "sweep" else plain == {dict(inject="none", trick="").get(key)}
+        if not serves_all:
+            kinds |= plain
+        if len(kinds) > 1:
+            names = ", ".join(f"{kind:g}" if key == "n_expert" else kind or "none" for kind in sorted(kinds))
+            stop(f"{path} mixes {key} {names}: keep the runs of one {key} in the file, or use `compare`")
+    needed = loops_needed(form, loops)
+    if needed > len(loops):
+        stop(f"{path} has only n_loop {', '.join(f'{r:g}' for r in loops)}, so the recurrence term of --form={form} is "
+             f"not identifiable: add runs with {needed - len(loops)} more n_loop, or use --form=none")

@@ -20,6 +20,7 @@ from scipy.optimize import minimize
 
 import fit_law as F
 import law as W
+import optima as O
 import sweep as S
 
 CASES = F.PUBLISHED.replace("runs", "casestudy_runs")
@@ -265,14 +266,14 @@ def test_resamples_without_a_minimum_are_left_out():
     for bend in (0.05, 0.001):
         loss = 3 + bend * log_n ** 2
         cell = dict(log_n=log_n, basis=basis, parabola=loss, val_loss=loss, tokens=np.exp(-log_n))
-        n, d, best = F.find_optimum(cell, 0.05, 1000, rng)
+        n, d, best = O.find_optimum(cell, 0.05, 1000, rng)
         assert np.isnan(best).sum() == np.isnan(n).sum() == np.isnan(d).sum() > 50
         assert best[0] == pytest.approx(3)
     values = np.array([1.0, *np.linspace(0, 2, 499), *[np.nan] * 501])
     assert W.interval(values) is None and W.span(values) == "1"
     assert W.interval(values[:-2]) == pytest.approx([0.05, 1.95])
     c = np.array([1e17, 1e18, 1e19, 1e20])
-    a = F.saturating_exponent(c, np.stack([1.5 + (c / 1e17) ** -0.1, np.full(4, np.nan)]))
+    a = O.saturating_exponent(c, np.stack([1.5 + (c / 1e17) ** -0.1, np.full(4, np.nan)]))
     assert a[0] == pytest.approx(0.1, abs=2e-3) and np.isnan(a[1])
 
 
