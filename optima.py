@@ -24,8 +24,10 @@ def fit_parabolas(runs, by):
     columns = [runs[k].tolist() for k in keys]
     for values in sorted(set(zip(*columns))):
         *variant, budget = values
-        cell = select(runs, np.all([runs[k] == v for k, v in zip(keys, values)], axis=0))
-        name = ",".join(f"{v:.12g}" if isinstance(v, float) else v for v in variant)
+        matches = [runs[k] == v for k, v in zip(keys, values)]
+        cell = select(runs, np.all(matches, axis=0))
+        names = [f"{v:.12g}" if isinstance(v, float) else v for v in variant]
+        name = ",".join(names)
         if len(np.unique(cell["n_embd"])) < 3:
             print(f"skipped {name} at {budget:.3g} FLOPs: a parabola needs 3 widths", file=sys.stderr)
             continue
@@ -40,7 +42,8 @@ def find_optimum(cell, noise, n, rng):
     """[N*, D*, L*], each (1 + n,): the minimum of the parabola, then of n parabolas fitted to it with fresh noise. NaN
     where a parabola bends down: its vertex is a maximum."""
     log_n, basis = cell["log_n"], cell["basis"]
-    noisy = cell["parabola"] + noise * rng.standard_normal((n, len(log_n)))
+    shape = (n, len(log_n))
+    noisy = cell["parabola"] + noise * rng.standard_normal(shape)
     loss = np.vstack([cell["val_loss"], noisy])
     a, b, c = np.linalg.pinv(basis) @ loss.T
     a = np.where(a > 0, a, np.nan)
@@ -48,13 +51,17 @@ def find_optimum(cell, noise, n, rng):
     log_tokens = np.polyfit(basis[:, 1], np.log(cell["tokens"]), 2)
     log_d = np.polyval(log_tokens, vertex)
     with np.errstate(over="ignore"):  # the vertex of a nearly straight line is far away
-        return [np.exp(vertex + log_n.mean()), np.exp(log_d), c - b ** 2 / (4 * a)]
+        n_star = np.exp(vertex + log_n.mean())
+        d_star = np.exp(log_d)
+    lowest = c - b ** 2 / (4 * a)
+    return [n_star, d_star, lowest]
 
 
 def cmd_isoflop(args):
     """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
     n_rec: those stored, and of experts those that work on one token."""
-    runs, by = load_runs(args.runs), args.by.split(",")
+    runs = load_runs(args.runs)
+    by = args.by.split(",")
     if "sweep" not in by and len(np.unique(runs["sweep"])) > 1:
         by = ["sweep", *by]
     unknown = [k for k in by if k not in runs]
@@ -69,10 +76,13 @@ def cmd_isoflop(args):
     cells = fit_parabolas(runs, by)
 
     # The noise around the parabolas, each of which takes three degrees of freedom.
-    spare = sum(len(cell["val_loss"]) - 3 for cell in cells.values())
+    spare, squares = 0, 0
+    for cell in cells.values():
+        residual = cell["parabola"] - cell["val_loss"]
+        squares += (residual ** 2).sum()
+        spare += len(residual) - 3
     if not spare:
         stop(f"{args.runs} has no budget with 4 widths, so nothing shows the noise around a parabola: add widths")
-    squares = sum(((cell["parabola"] - cell["val_loss"]) ** 2).sum() for cell in cells.values())
     noise = (squares / spare) ** 0.5
     print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"
           f"{','.join(by)}: FLOPs, N*, D*, L* in nats, L* minus that of {','.join(by)} {next(iter(cells))[0]}")
@@ -91,7 +101,8 @@ def cmd_isoflop(args):
         line += "  ".join(map(span, optimum, (3, 3, 5)))
         if budget in first and optima[name] is not first:
             line += f"  {span(optimum[2] - first[budget][2])}"
-        n_valid = np.count_nonzero(~np.isnan(optimum[2][1:]))
+        lowest = optimum[2][1:]
+        n_valid = np.isfinite(lowest).sum()
         if n_valid < args.resamples:
             line += f"  ({n_valid} of {args.resamples} parabolas have a minimum)"
         print(line)
@@ -106,12 +117,17 @@ def cmd_isoflop(args):
             continue
         c = np.array(list(by_budget))
         n, d, loss = np.stack(list(by_budget.values()), axis=2)  # (1 + S, budgets) each
-        slope = np.linalg.pinv(np.vander(np.log(c), 2))[0]
+        line_in_log_c = np.vander(np.log(c), 2)
+        slope = np.linalg.pinv(line_in_log_c)[0]
         with np.errstate(all="ignore"):  # N* of a nearly straight line may be 0 or infinite
-            exponents = [np.log(n) @ slope, np.log(d) @ slope, -np.log(loss) @ slope]
+            exponents = [np.log(values) @ slope for values in (n, d, loss)]
+        exponents[2] = -exponents[2]
         if len(c) > 3:
             exponents.append(saturating_exponent(c, loss))
-        print(f"{name:4s} " + "   ".join(map(span, exponents)) + f"   ({left})" * (len(by_budget) < n_budgets))
+        line = f"{name:4s} " + "   ".join(map(span, exponents))
+        if len(by_budget) < n_budgets:
+            line += f"   ({left})"
+        print(line)
 
 
 def why_no_minimum(cell, n_star):
@@ -130,12 +146,16 @@ def saturating_exponent(c, loss):
     exponents = np.geomspace(0.01, 1, 400)
     squares = []
     for a in exponents:
-        basis = np.stack([np.ones_like(c), (c / c[0]) ** -a], axis=1)
+        power = (c / c[0]) ** -a
+        basis = np.stack([np.ones_like(c), power], axis=1)
         solution = loss @ np.linalg.pinv(basis).T  # (S, 2): E and k
         residual = loss - solution @ basis.T
-        squares.append(np.where(solution[:, 0] >= 0, (residual ** 2).sum(1), np.inf))
+        error = (residual ** 2).sum(1)
+        possible = solution[:, 0] >= 0
+        squares.append(np.where(possible, error, np.inf))
     best = exponents[np.argmin(squares, axis=0)]
-    return np.where(np.isfinite(np.min(squares, axis=0)), best, np.nan)
+    lowest = np.min(squares, axis=0)
+    return np.where(np.isfinite(lowest), best, np.nan)
 
 
 # --- allocate ---
@@ -146,7 +166,8 @@ def size_models(runs, r, args):
     from model import Config, LoopedLM  # brings torch along, which the fits do not need
     if any(runs["trick"]):
         stop(f"{args.runs}: its models have no known size without their trick; give runs without one")
-    like = select(runs, runs["n_loop"] == (r if r in runs["n_loop"] else runs["n_loop"].max()))
+    nearest = r if r in runs["n_loop"] else runs["n_loop"].max()
+    like = select(runs, runs["n_loop"] == nearest)
     prelude, recur, coda, loops = (int(like[k][0]) for k in ("n_prelude", "n_recur", "n_coda", "n_loop"))
     depth = loops * recur
     if depth % r:
@@ -185,11 +206,12 @@ def best_model(fit, models, r, flops):
 
 def check_width(model, models, args):
     """Stop where the best model is the narrowest or the widest that was tried: the best of all is beyond it."""
-    width, narrowest, widest = model[1], models[0].min(), models[0].max()
-    if width in (narrowest, widest):
-        side, other = (f"beyond {width:.0f}", "smaller") if width == widest else (f"at most {width:.0f}", "larger")
-        stop(f"--flops={args.flops:g}: the best width is {side}, too far from the runs of {args.runs}; "
-             f"take a {other} budget")
+    width, widths = model[1], models[0]
+    where = f"too far from the runs of {args.runs}"
+    if width == widths.max():
+        stop(f"--flops={args.flops:g}: the best width is beyond {width:.0f}, {where}; take a smaller budget")
+    if width == widths.min():
+        stop(f"--flops={args.flops:g}: the best width is at most {width:.0f}, {where}; take a larger budget")
 
 
 def cmd_allocate(args):
@@ -200,13 +222,15 @@ def cmd_allocate(args):
     if missing:
         stop(f"{args.runs} lacks the column {', '.join(missing)}, which says what a model of the law looks like")
     fit = fit_law(runs)
-    looped_models, plain_models = size_models(runs, args.n_loop, args), size_models(runs, 1, args)
+    looped_models = size_models(runs, args.n_loop, args)
+    plain_models = size_models(runs, 1, args)
     looped = best_model(fit, looped_models, args.n_loop, args.flops)
     check_width(looped, looped_models, args)
 
     def excess(x):
         """Lowest loss of r=1 with 10^x times the FLOPs, minus that of the looped model."""
-        return best_model(fit, plain_models, 1, args.flops * 10 ** x)[0] - looped[0]
+        lowest, *_ = best_model(fit, plain_models, 1, args.flops * 10 ** x)
+        return lowest - looped[0]
 
     if not excess(3) <= 0 <= excess(-3):
         stop(f"--flops={args.flops:g}: r=1 reaches that loss at no budget within a factor of 1000, too far from the "
@@ -217,7 +241,8 @@ def cmd_allocate(args):
     print(f"law of {os.path.relpath(args.runs)}: phi {fit['phi']:.4f}, convention {args.convention}")
     for r, flops, (loss, d, n, tokens) in ((args.n_loop, args.flops, looped), (1, cost, plain)):
         print(f"r={r}: {flops:.3g} FLOPs reach {loss:.4f} nats with n_embd {d:.0f} (N {n:.3g}) on {tokens:.3g} tokens")
-    beyond, below = args.flops / runs["budget"].max(), args.flops / runs["budget"].min()
+    beyond = args.flops / runs["budget"].max()
+    below = args.flops / runs["budget"].min()
     warning = f"; the budget is {beyond:.3g}x the largest that was fitted" if beyond > SAME_BUDGET else ""
     if below * SAME_BUDGET < 1:
         warning = f"; the budget is {below:.3g}x the smallest that was fitted"
