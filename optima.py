@@ -57,38 +57,51 @@ def find_optimum(cell, noise, n, rng):
     return [n_star, d_star, lowest]
 
 
-def cmd_isoflop(args):
-    """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
-    n_rec: those stored, and of experts those that work on one token."""
-    runs = load_runs(args.runs)
+def columns_of_variants(runs, args):
+    """The columns of --by, and sweep if there are several. Stops where runs of one cell would differ in another one."""
     by = args.by.split(",")
-    if "sweep" not in by and len(np.unique(runs["sweep"])) > 1:
+    sweeps = np.unique(runs["sweep"])
+    if "sweep" not in by and len(sweeps) > 1:
         by = ["sweep", *by]
     unknown = [k for k in by if k not in runs]
     if unknown:
         stop(f"--by={args.by}: {args.runs} has no column {', '.join(map(repr, unknown))}; it has {', '.join(runs)}")
-    variants = label_groups(runs, *by)
-    pooled = [key for key in ("n_loop", "n_expert", "inject", "trick")
-              if label_groups(runs, *by, key).max() > variants.max()]
+    n_variants = label_groups(runs, *by).max()
+    pooled = []
+    for key in ("n_loop", "n_expert", "inject", "trick"):
+        finer = label_groups(runs, *by, key)
+        if finer.max() > n_variants:
+            pooled.append(key)
     if pooled:
         stop(f"--by={args.by}: {args.runs} has runs that differ in {', '.join(pooled)}, which one parabola would mix: "
              f"use --by={','.join([args.by, *pooled])}")
-    cells = fit_parabolas(runs, by)
+    return by
 
-    # The noise around the parabolas, each of which takes three degrees of freedom.
+
+def pool_noise(cells, path):
+    """Standard deviation in nats of the losses around all parabolas, each of which takes three degrees of freedom."""
     spare, squares = 0, 0
     for cell in cells.values():
         residual = cell["parabola"] - cell["val_loss"]
         squares += (residual ** 2).sum()
         spare += len(residual) - 3
     if not spare:
-        stop(f"{args.runs} has no budget with 4 widths, so nothing shows the noise around a parabola: add widths")
-    noise = (squares / spare) ** 0.5
-    print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"
-          f"{','.join(by)}: FLOPs, N*, D*, L* in nats, L* minus that of {','.join(by)} {next(iter(cells))[0]}")
+        stop(f"{path} has no budget with 4 widths, so nothing shows the noise around a parabola: add widths")
+    return (squares / spare) ** 0.5
 
+
+def cmd_isoflop(args):
+    """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
+    n_rec: those stored, and of experts those that work on one token."""
+    runs = load_runs(args.runs)
+    by = columns_of_variants(runs, args)
+    cells = fit_parabolas(runs, by)
+    noise = pool_noise(cells, args.runs)
+    (baseline, _), *_ = cells
+    title = ",".join(by)
+    print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"
+          f"{title}: FLOPs, N*, D*, L* in nats, L* minus that of {title} {baseline}")
     optima = {name: {} for name, _ in cells}  # {variant: {budget: [N*, D*, L*]}}
-    first, *_ = optima.values()
     rng = np.random.default_rng(0)
     for (name, budget), cell in cells.items():
         optimum = find_optimum(cell, noise, args.resamples, rng)
@@ -99,35 +112,39 @@ def cmd_isoflop(args):
             continue
         optima[name][budget] = optimum
         line += "  ".join(map(span, optimum, (3, 3, 5)))
-        if budget in first and optima[name] is not first:
-            line += f"  {span(optimum[2] - first[budget][2])}"
+        if name != baseline and budget in optima[baseline]:
+            line += f"  {span(optimum[2] - optima[baseline][budget][2])}"
         lowest = optimum[2][1:]
         n_valid = np.isfinite(lowest).sum()
         if n_valid < args.resamples:
             line += f"  ({n_valid} of {args.resamples} parabolas have a minimum)"
         print(line)
-
     print("\nexponents of C: N*, D*, L* with its sign changed, and a of L* = E + k C^-a")
     for name, by_budget in optima.items():
         n_budgets = sum(variant == name for variant, _ in cells)
-        left = f"{len(by_budget)} of {n_budgets} budgets have a minimum inside the widths"
-        if len(by_budget) < 2:
-            if n_budgets > 1:
-                print(f"{name:4s} none: {left}")
-            continue
-        c = np.array(list(by_budget))
-        n, d, loss = np.stack(list(by_budget.values()), axis=2)  # (1 + S, budgets) each
-        line_in_log_c = np.vander(np.log(c), 2)
-        slope = np.linalg.pinv(line_in_log_c)[0]
-        with np.errstate(all="ignore"):  # N* of a nearly straight line may be 0 or infinite
-            exponents = [np.log(values) @ slope for values in (n, d, loss)]
-        exponents[2] = -exponents[2]
-        if len(c) > 3:
-            exponents.append(saturating_exponent(c, loss))
-        line = f"{name:4s} " + "   ".join(map(span, exponents))
-        if len(by_budget) < n_budgets:
-            line += f"   ({left})"
-        print(line)
+        print_exponents(name, by_budget, n_budgets)
+
+
+def print_exponents(name, optima, n_budgets):
+    """How N*, D* and L* of {budget: [N*, D*, L*]} go with the budget; n_budgets: those with and without a minimum."""
+    left = f"{len(optima)} of {n_budgets} budgets have a minimum inside the widths"
+    if len(optima) < 2:
+        if n_budgets > 1:
+            print(f"{name:4s} none: {left}")
+        return
+    c = np.array(list(optima))
+    n, d, loss = np.stack(list(optima.values()), axis=2)  # (1 + S, budgets) each
+    line_in_log_c = np.vander(np.log(c), 2)
+    slope = np.linalg.pinv(line_in_log_c)[0]
+    with np.errstate(all="ignore"):  # N* of a nearly straight line may be 0 or infinite
+        exponents = [np.log(values) @ slope for values in (n, d, loss)]
+    exponents[2] = -exponents[2]
+    if len(c) > 3:
+        exponents.append(saturating_exponent(c, loss))
+    line = f"{name:4s} " + "   ".join(map(span, exponents))
+    if len(optima) < n_budgets:
+        line += f"   ({left})"
+    print(line)
 
 
 def why_no_minimum(cell, n_star):
