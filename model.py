@@ -432,7 +432,8 @@ class LoopedLM(nn.Module):
         for block, assignments in zip([*self.prelude, *self.recur, *self.coda], load):
             block.ffn.rebalance(assignments)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, n_loop=None, use_cache=True, generator=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, n_loop=None, use_cache=True,
+                 generator=None):
         """Continue idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Contexts longer than block_size are
         cut from the left: a prompt to its last block_size tokens; after that, each time the window is full, it
         restarts from its last half, so that the cache is rebuilt once per block_size / 2 tokens."""
