@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model, run_folder
-from lib.console import misused, stop
+from lib.console import misused, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.machine import keep_freed_memory, pick_device
 from lib.plots import plot_tasks
@@ -316,10 +316,7 @@ def parse(argv=None):
     add("--out_dir", help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
     add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
     a = parser.parse_args(argv)
-    for name, least in (("limit", 0), ("batch_size", 1), ("eval_tokens", 1), ("threads", 0)):
-        value = getattr(a, name)
-        if value < least:
-            stop(f"--{name}={value}: must be at least {least}")
+    require_at_least(a, limit=0, batch_size=1, eval_tokens=1, threads=0)
     words = a.n_loop.split(",") if a.n_loop else []
     loops = [int(word) for word in words if word.strip().isdecimal()]
     if len(set(loops)) < len(words) or 0 in loops:

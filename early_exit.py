@@ -29,7 +29,7 @@ from data.prepare import load_tokenizer, token_bytes
 from exits import (CRITERIA, Costs, RowCache, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
                    saved, score_at_once, score_by_step, step)
 from lib.checkpoint import data_of, load_model, run_folder
-from lib.console import duration, misused, progress, stop
+from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.machine import pick_device, read_clock
 from lib.ops import check_sampling, norm
@@ -480,13 +480,10 @@ def parse(argv=None):
     add("--out_dir", "", "folder for early_exit.png and .json (default: the run's; for several out/early_exit)")
     add("--json", "", "file to write the numbers to instead of OUT_DIR/early_exit.json")
     a = parser.parse_args(argv)
-    sampling = ("exit_tau", "temperature", "top_k", "seed")
-    for name in ("tokens", "batch_size", "max_new_tokens", "rounds", "threads", *sampling):
-        value = getattr(a, name)
-        least = 0 if name in ("threads", *sampling) else 1
-        if not value >= least:                   # nan, too
-            stop(f"--{name}={value}: must be at least {least}")
-        if name in sampling and not a.prompt and value != parser.get_default(name):
+    require_at_least(a, tokens=1, batch_size=1, max_new_tokens=1, rounds=1, threads=0)
+    require_at_least(a, exit_tau=0, temperature=0, top_k=0, seed=0)
+    for name in ("exit_tau", "temperature", "top_k", "seed"):
+        if not a.prompt and getattr(a, name) != parser.get_default(name):
             stop(f"--{name} says how to generate: give --prompt as well, or drop it")
     try:
         check_sampling(a.temperature, a.top_k)

@@ -17,19 +17,16 @@ verdict.py, the pictures in lib/plots.py.
 """
 import argparse
 import csv
-import json
 import os
 import signal
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
 from law import (FORMS, bootstrap, bootstrap_weights, count_resamples, descend, fit_law, interval, label_groups,
                  natural_units, predict, rms, span, why_no_interval, why_unidentified, worth)
 from lib.console import misused, stop
-from lib.files import ROOT, check_writable
+from lib.files import ROOT, check_writable, write_json, writing
 from lib.plots import plot_law, plot_scoreboard
 from optima import cmd_allocate, cmd_isoflop
 from sweep import (CONVENTIONS, GRIDS, at_budgets, check_fittable, cmd_collect, cmd_plan, load_runs, loops_needed,
@@ -98,20 +95,6 @@ def cmd_fit(args):
         print(f"wrote {os.path.relpath(args.plot)}")
     if args.json:
         write_json(args.json, result)
-
-
-@contextmanager
-def writing(flag, path):
-    """A write that fails, on a full disk for example, ends in one sentence."""
-    try:
-        yield
-    except OSError as error:
-        stop(f"--{flag}={path}: cannot write it ({error.strerror or error}); choose another folder")
-
-
-def write_json(path, result):
-    with writing("json", path):
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def cmd_published():

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import check_same_run, data_of, load_model
-from lib.console import duration, misused, progress, stop
+from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import ROOT, check_writable, read_json, write_atomic
 from lib.flags import PRESETS, parse
 from lib.machine import default_jobs, pick_device, read_clock
@@ -483,9 +483,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.tokens is None:
         args.tokens = 4096 if args.quick else 20480
-    for name, low in (("tokens", 1), ("jobs", 0), ("threads", 0)):
-        if getattr(args, name) < low:
-            stop(f"--{name}={getattr(args, name)}: must be at least {low}")
+    require_at_least(args, tokens=1, jobs=0, threads=0)
     if (args.lemmas or args.ckpt) and (args.plan or args.quick or args.preset):
         stop("--plan, --quick and --preset train or plan a study: drop them, or drop --lemmas and --ckpt")
     scale = (args.preset or "").removeprefix("readout")                            # "-44m"

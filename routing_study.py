@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from data.load import even_windows
 from lib.checkpoint import data_of, load_model, run_folder
-from lib.console import misused, stop
+from lib.console import misused, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.machine import pick_device
 from lib.plots import plot_routing
@@ -166,9 +166,7 @@ def main(argv=None):
     if not cfg.n_expert or cfg.n_loop < 2:
         stop(f"--ckpt={args.ckpt}: n_expert={cfg.n_expert} and n_loop={cfg.n_loop}, but this study needs experts and "
              f"at least two passes; train such a model with --n_expert=8 --n_loop=2")
-    for name, least in (("tokens", 1), ("batch_size", 1), ("threads", 0)):
-        if getattr(args, name) < least:
-            stop(f"--{name}={getattr(args, name)}: must be at least {least}")
+    require_at_least(args, tokens=1, batch_size=1, threads=0)
     if args.threads:
         torch.set_num_threads(args.threads)
     run = run_folder(args.ckpt)

@@ -20,14 +20,13 @@ cell as well would count that noise twice. Few cells scatter too little, so ever
 The curve adds its own uncertainty: each resample refits it to the baseline's losses with fresh noise, of the size that
 the fit left over. Table shapes: n runs or pairs, S resamples; row 0 of (1 + S, ...) is the estimate.
 """
-import json
 import os
-from pathlib import Path
 
 import numpy as np
 
 from law import interval, label_groups
 from lib.console import stop
+from lib.files import write_json
 from sweep import at_budgets, load_runs, nominal_budgets, select
 
 RESAMPLES = 2000
@@ -280,7 +279,4 @@ def cmd_verdict(args):
         results[name] = judge(base, trick, name)
         print_verdict(name, results[name])
     if args.json:
-        try:
-            Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            stop(f"--json={args.json}: cannot write it ({error.strerror or error}); choose another folder")
+        write_json(args.json, results)

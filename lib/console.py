@@ -1,4 +1,5 @@
-"""What every script prints: an error in one sentence, a line of progress, a duration."""
+"""How every script reads a flag and what it prints: an error in one sentence, a line of progress, a duration."""
+import argparse
 import sys
 import time
 
@@ -12,6 +13,23 @@ def stop(sentence):
 def misused(sentence):
     """What argparse says of a command line (parser.error), and where to find the flags."""
     stop(f"{sentence}; -h lists the flags")
+
+
+def boolean(text):
+    """true or false, as every flag of this project spells it; the type of an argparse flag."""
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def require_at_least(args, **bounds):
+    """Stop where a flag is below its bound: require_at_least(args, tokens=1, threads=0)."""
+    for name, least in bounds.items():
+        value = getattr(args, name)
+        if not value >= least:                   # nan, too
+            stop(f"--{name}={value}: must be at least {least}")
 
 
 def duration(seconds):

@@ -1,6 +1,7 @@
 """Read and write the small files of a run, without ever leaving half of one."""
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 from lib.console import stop
@@ -26,6 +27,21 @@ def check_writable(flag, *folders):
             probe.unlink()
         except OSError as e:
             stop(f"{flag}: cannot write to {folder} ({e.strerror}); choose another folder")
+
+
+@contextmanager
+def writing(flag, path):
+    """A write that fails, on a full disk for example, ends in one sentence that names the flag."""
+    try:
+        yield
+    except OSError as error:
+        stop(f"--{flag}={path}: cannot write it ({error.strerror or error}); choose another folder")
+
+
+def write_json(path, result):
+    """Write what --json asks for."""
+    with writing("json", path):
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def write_atomic(path, data):

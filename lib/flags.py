@@ -8,8 +8,8 @@ import math
 import re
 from dataclasses import fields
 
-from lib.console import duration, misused, stop
-from lib.tricks import boolean, model_class
+from lib.console import boolean, duration, misused, stop
+from lib.tricks import model_class
 from model import CHOICES as MODEL_CHOICES
 from model import Config, LoopedLM
 

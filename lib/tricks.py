@@ -11,7 +11,7 @@ import inspect
 from functools import lru_cache
 from pathlib import Path
 
-from lib.console import stop
+from lib.console import boolean, stop
 from lib.files import ROOT
 from model import LoopedLM
 
@@ -31,15 +31,6 @@ def trick_file(path):
 
 def file_hash(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def boolean(text):
-    """true or false, as every flag of this project spells it."""
-    if text.lower() in ("true", "1", "yes"):
-        return True
-    if text.lower() in ("false", "0", "no"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 @lru_cache

@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,4 +50,21 @@ def run():
     def call(script, *flags, cwd=ROOT, env=None, timeout=600):
         return subprocess.run([sys.executable, str(ROOT / script), *map(str, flags)], cwd=cwd, text=True,
                               timeout=timeout, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
+    return call
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """The command line without a new process: returncode, stdout and stderr of fit_law.py with these arguments."""
+    import fit_law
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["fit_law.py", *map(str, flags)])
+        code = 0
+        try:
+            fit_law.main()
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
     return call

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from functools import lru_cache
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,21 +62,6 @@ def fitted(convention="page", form="power", low=False):
 def check(fit, tolerance, **expected):
     for key, value in expected.items():
         assert fit[key] == pytest.approx(value, abs=tolerance[key]), key
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """The command line without a new process: returncode, stdout and stderr of fit_law.py with these arguments."""
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["fit_law.py", *map(str, flags)])
-        code = 0
-        try:
-            F.main()
-        except SystemExit as stop:
-            code = stop.code
-        printed = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
-    return call
 
 
 LAW = dict(phi=0.001, alpha=0.001, beta=0.002, E=0.006, r2=0.0001, rmse=2e-5)

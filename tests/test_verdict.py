@@ -5,7 +5,6 @@ python -m pytest tests/test_verdict.py -m study -n 0 -s
 """
 import csv
 import json
-import sys
 from functools import lru_cache
 
 import numpy as np
@@ -28,18 +27,6 @@ def tables():
 
 def trick_runs(name):
     return S.select(tables()[1], tables()[1]["sweep"] == name)
-
-
-def command(monkeypatch, capsys, *flags):
-    """Exit status, stdout and stderr of the command."""
-    monkeypatch.setattr(sys, "argv", ["fit_law.py", "verdict", *map(str, flags)])
-    code = 0
-    try:
-        F.main()
-    except SystemExit as stop:
-        code = stop.code
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 def write_table(path, runs, **changes):
@@ -76,34 +63,34 @@ def test_seed_noise_is_that_of_the_page():
     assert (round(noise, 3), spare) == (0.018, 4)
 
 
-def test_command_on_the_pocket_tables(monkeypatch, capsys, tmp_path):
-    code, out, _ = command(monkeypatch, capsys, BASE, TRICKS, f"--json={tmp_path / 'v.json'}")
+def test_command_on_the_pocket_tables(cli, tmp_path):
+    done = cli("verdict", BASE, TRICKS, f"--json={tmp_path / 'v.json'}")
     results = json.loads((tmp_path / "v.json").read_text())
     decided = {name: result["decided"] for name, result in results.items()}
-    assert code == 0 and len(out.splitlines()) == 1 + 3 * 6
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 3 * 6
     assert decided["bptt"] == "better" and decided["perloop"] == decided["inject-none"] == "worse"
     assert decided["hyperconnections"] == "not decided"
     for result in results.values():
         low, high = result["multiplier_ci"]
         assert low < result["multiplier"] < high and (result["multiplier"] > 1) == (result["nats"] < 0)
     page = (F.ROOT / "results" / "pocket.md").read_text(encoding="utf-8")
-    for line in out.splitlines():
+    for line in done.stdout.splitlines():
         assert line in page
 
 
-def test_too_few_pairs_no_pair_and_other_flops(monkeypatch, capsys, tmp_path):
+def test_too_few_pairs_no_pair_and_other_flops(cli, tmp_path):
     runs = trick_runs("gate")
     few = S.select(runs, runs["n_embd"] == 24)
-    code, out, _ = command(monkeypatch, capsys, BASE, write_table(tmp_path / "few.csv", few))
-    assert code == 0 and "gate: no verdict, 4 pairs" in out
+    done = cli("verdict", BASE, write_table(tmp_path / "few.csv", few))
+    assert done.returncode == 0 and "gate: no verdict, 4 pairs" in done.stdout
     seeds = np.where(runs["n_embd"] == 24, 7, runs["seed"])
-    code, out, _ = command(monkeypatch, capsys, BASE, write_table(tmp_path / "alone.csv", runs, seed=seeds))
-    assert code == 0 and "14 pairs" in out and "4 runs without a pair left out" in out
+    done = cli("verdict", BASE, write_table(tmp_path / "alone.csv", runs, seed=seeds))
+    assert done.returncode == 0 and "14 pairs" in done.stdout and "4 runs without a pair left out" in done.stdout
     flops = np.where(runs["n_embd"] == 24, 1.02, 1) * runs["flops"]
-    code, _, err = command(monkeypatch, capsys, BASE, write_table(tmp_path / "flops.csv", runs, flops=flops))
-    assert code == 2 and "n_embd 24" in err and err.count("\n") == 1
-    code, _, err = command(monkeypatch, capsys, BASE, TRICKS, "--budgets", "7e12")
-    assert code == 2 and "--budgets=7e+12" in err
+    done = cli("verdict", BASE, write_table(tmp_path / "flops.csv", runs, flops=flops))
+    assert done.returncode == 2 and "n_embd 24" in done.stderr and done.stderr.count("\n") == 1
+    done = cli("verdict", BASE, TRICKS, "--budgets", "7e12")
+    assert done.returncode == 2 and "--budgets=7e+12" in done.stderr
 
 
 # --- sweeps from a law ---
