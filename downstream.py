@@ -150,7 +150,8 @@ def run_tasks(model, encoding, tasks, n_loop, batch_size, tick=lambda n: None):
         requests = [request for choices in coded for request in choices]
         answers = iter(score(model, requests, n_loop, batch_size, tick))
         scores = [[next(answers) for _ in choices] for choices in coded]
-        tick(sum(len(pairs) for pairs, _ in items) - len(requests))                # those left out are done too
+        n_choices = [len(pairs) for pairs, _ in items]
+        tick(sum(n_choices) - len(requests))                                       # those left out are done too
         results[name] = {**measure_task(items, scores), "cut": cut}
     return results
 
@@ -223,7 +224,8 @@ def run_lm_eval(names, model, encoding, n_loop, batch_size, limit):
 # --- output ---
 def format_cell(metrics, key, digits, factor=1):
     """A metric times factor, with its standard error if it has one."""
-    value, se = factor * metrics[key], factor * metrics[f"{key}_se"]
+    value = factor * metrics[key]
+    se = factor * metrics[f"{key}_se"]
     sign = "+" if key == "change" else ""
     error = f" ±{se:.{digits}f}" if math.isfinite(se) else ""
     return f"{value:{sign}.{digits}f}{error}"
@@ -354,7 +356,8 @@ def main(argv=None):
         keep_freed_memory()
     loaded = [load_model(ckpt, device, a.trick) for ckpt in a.ckpt]                # errors come before any work
     corpora = [data_of(state) for _, state in loaded]
-    out = Path(a.out_dir or ("out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])))
+    default = "out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])
+    out = Path(a.out_dir or default)
     target = Path(a.json) if a.json else out / "downstream.json"
     check_writable("--out_dir or --json", out, target.parent)
 
