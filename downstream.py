@@ -91,7 +91,8 @@ def log_likelihoods(model, requests, P, K):
     for b, (row, n) in enumerate(zip(rows, lengths)):
         predicts[b, len(row) - n:len(row)] = True
     idx, predicts = idx.to(device), predicts.to(device)
-    target = torch.cat([torch.tensor(continuation) for _, continuation in requests]).to(device)    # (N,)
+    targets = [torch.tensor(continuation) for _, continuation in requests]
+    target = torch.cat(targets).to(device)                                         # (N,)
 
     surroundings = model.context(idx, K, cache)
     h = model.loop_states(idx, surroundings, K)[-1]                                # (B, L, D)
@@ -127,12 +128,16 @@ def encode(items, encoding, block_size):
     for pairs, _ in items:
         texts.update(*pairs)
     texts = list(texts)
-    ids = dict(zip(texts, encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)))
+    n_threads = os.cpu_count() or 1
+    coded_texts = encoding.encode_ordinary_batch(texts, num_threads=n_threads)
+    ids = dict(zip(texts, coded_texts))
     coded, cut = [], 0
     for pairs, _ in items:
         requests = []
         for context, continuation in pairs:
-            requests.append(((encoding.eot_token, *ids[context]), tuple(ids[continuation])))
+            prompt = (encoding.eot_token, *ids[context])
+            answer = tuple(ids[continuation])
+            requests.append((prompt, answer))
         lengths = [len(continuation) for _, continuation in requests]
         room = block_size + 1 - max(lengths)
         if room < 1 or 0 in lengths:
