@@ -378,6 +378,7 @@ def main(argv=None):
     if len(set(names)) < len(names) or "ckpt.pt" in names:
         names = a.ckpt
     columns = []
+    bf16 = a.dtype == "bfloat16"
     n_requests = sum(len(pairs) for items in tasks.values() for pairs, _ in items)
     log = {} if sys.stderr.isatty() else {"delay": 60, "mininterval": 60}          # in a file, a line a minute
     with tqdm(total=n_requests * len(loaded) * len(a.n_loop), unit=" requests", **log) as bar:
@@ -387,7 +388,7 @@ def main(argv=None):
             for K in a.n_loop:
                 K = K or model.cfg.n_loop
                 bar.set_description(f"{name}, {K} passes")
-                with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=a.dtype == "bfloat16"):
+                with torch.autocast(device.split(":")[0], dtype=torch.bfloat16, enabled=bf16):
                     if a.lm_eval:                # first: what it cannot fetch should not cost an evaluation
                         lm_eval = run_lm_eval(a.lm_eval, model, encoding, K, a.batch_size, a.limit)
                     val = evaluate(model, folder, meta, a.eval_tokens, a.batch_size, lengths, n_loop=K)
@@ -399,8 +400,10 @@ def main(argv=None):
                     columns[-1]["lm_eval"] = lm_eval
     tokenizers = {c["tokenizer"] for c in columns}
     unit = "loss" if len(tokenizers) == 1 else "bpb"                               # nats per token need the same tokens
-    for i, c in enumerate(columns):
-        c["axes"] = measure_axes(c["tasks"], unit, columns[0]["tasks"] if i else None)
+    first = None                                 # the others are compared with it
+    for c in columns:
+        c["axes"] = measure_axes(c["tasks"], unit, first)
+        first = first or c["tasks"]
     print_tables(columns)
     plot_tasks(columns, AXES, unit, out / "downstream.png")
     result = {"unit": unit, "limit": a.limit, "seed": a.seed, "dtype": a.dtype, "skipped": skipped, "columns": columns}
