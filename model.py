@@ -437,20 +437,27 @@ class LoopedLM(nn.Module):
         """Continue idx (B, T) by max_new_tokens tokens; temperature 0 is greedy. Contexts longer than block_size are
         cut from the left: a prompt to its last block_size tokens; after that, each time the window is full, it
         restarts from its last half, so that the cache is rebuilt once per block_size / 2 tokens."""
+        new = self.stream(idx, max_new_tokens, temperature, top_k, n_loop=n_loop, use_cache=use_cache,
+                          generator=generator)
+        return torch.cat([idx, *new], dim=1)     # an ordinary tensor again
+
+    @torch.inference_mode()                      # without autograd's bookkeeping a token takes 0.83 of the time
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, *, n_loop=None, use_cache=True, generator=None):
+        """The new tokens of generate, (B, 1) each, as they come."""
         check_sampling(temperature, top_k)
         if idx.size(1) < 1:
             raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
         K, size = self.cfg.n_loop if n_loop is None else n_loop, self.cfg.block_size
         start, cache = max(0, idx.size(1) - size), None
-        with torch.inference_mode():             # without autograd's bookkeeping a token takes 0.83 of the time
-            for _ in range(max_new_tokens):
-                if idx.size(1) - start > size:
-                    start, cache = idx.size(1) - max(1, size // 2), None
-                if use_cache and cache is None:
-                    cache = KVCache(self.cfg, idx.size(0), K)
-                logits, _ = self(idx[:, start + (cache.length if cache else 0):], n_loop=K, cache=cache)
-                idx = torch.cat([idx, sample(logits[:, -1].float(), temperature, top_k, generator)], dim=1)
-        return idx.clone()                       # an ordinary tensor again
+        for _ in range(max_new_tokens):
+            if idx.size(1) - start > size:
+                start, cache = idx.size(1) - max(1, size // 2), None
+            if use_cache and cache is None:
+                cache = KVCache(self.cfg, idx.size(0), K)
+            logits, _ = self(idx[:, start + (cache.length if cache else 0):], n_loop=K, cache=cache)
+            token = sample(logits[:, -1].float(), temperature, top_k, generator)
+            idx = torch.cat([idx, token], dim=1)
+            yield token
 
     def compile_blocks(self, on=True):
         """torch.compile each block and leave the loop to Python: n_loop may vary without recompiling, and the names in
