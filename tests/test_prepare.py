@@ -3,8 +3,12 @@ import hashlib
 import importlib.util
 import json
 import random
+import signal
 import socket
+import subprocess
 import sys
+import threading
+import time
 import types
 from pathlib import Path
 
@@ -12,6 +16,8 @@ import numpy as np
 import pytest
 import tiktoken
 
+from conftest import ROOT
+from data import encode as E
 from data import load as L
 from data import prepare as P
 
@@ -148,7 +154,7 @@ def test_a_run_of_spaces_that_the_regexes_do_not_survive(tmp_path):
     out = P.prepare(vocab_size=270, inputs=files, out_dir=tmp_path / "out")
     stored = P.load_tokenizer(out).decode(np.fromfile(out / "train.bin", dtype="uint16").tolist())
     assert stored == "".join(P.EOT + text for i, text in enumerate(texts) if i % 20 not in (0, 10))
-    for text in ("", texts[0], " " * P.LONG_RUN, "a" * 2 * P.LONG_RUN):           # whole wherever it can be
+    for text in ("", texts[0], " " * E.LONG_RUN, "a" * 2 * E.LONG_RUN):           # whole wherever it can be
         assert P.cut_long_runs(text) == [text]
 
 
@@ -255,7 +261,6 @@ def test_gpt2_without_network_or_cache_says_how_to_seed_it(tmp_path, run):
 
 
 def test_a_download_that_hangs_is_not_waited_for(monkeypatch, capsys):
-    import threading
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: threading.Event().wait())
     with pytest.raises(SystemExit) as e:
         P.gpt2_encoding(timeout_s=0.2)
@@ -328,3 +333,126 @@ def test_locale_without_utf8(tmp_path, run):
     r = run("data/prepare.py", "--input", tmp_path / "a.txt", "--vocab_size=270", f"--out_dir={tmp_path / 'o'}",
             env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
     assert r.returncode == 0, r.stderr
+
+
+# --- a tokenizer that is there ---
+def test_a_tokenizer_that_is_there_encodes_another_text(sotu, tmp_path, monkeypatch, capsys):
+    """Same file, same hash, no training; the folder is named after the size of its vocabulary."""
+    text = tmp_path / "book.txt"
+    text.write_text("".join(f"Fellow citizens, chapter {i}: naïve 你好\n" for i in range(2000)), encoding="utf-8")
+    monkeypatch.setattr(P, "train_bpe", lambda *a: pytest.fail("a tokenizer was trained"))
+    monkeypatch.setattr(P, "__file__", str(tmp_path / "data" / "prepare.py"))
+    out = P.prepare(inputs=[text], tokenizer=str(sotu))
+    assert out == tmp_path / "data" / "book-4096"
+    assert meta_of(out)["tokenizer_sha256"] == meta_of(sotu)["tokenizer_sha256"] and meta_of(out)["tokenizer"] == "bpe"
+    assert (out / "tokenizer.tiktoken").read_bytes() == (sotu / "tokenizer.tiktoken").read_bytes()
+    split = dict.fromkeys(("train", "val", "test"), "")
+    for name, document in P.own_text([text]):
+        split[name] += P.EOT + document
+    for name, expected in split.items():
+        ids = np.fromfile(out / f"{name}.bin", dtype="uint16").tolist()
+        assert P.load_tokenizer(sotu).decode(ids) == expected
+    for flags, says in ((dict(tokenizer=str(tmp_path)), "--tokenizer"),
+                        (dict(tokenizer=str(sotu), vocab_size=300), "4096 tokens")):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as e:
+            P.prepare(inputs=[text], **flags)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and says in err and err.count("\n") == 1
+
+
+# --- on all cores ---
+@pytest.mark.parametrize("workers, chunk", [(1, 1), (3, 1), (4, 300), (2, 10 ** 9)])
+def test_threads_write_what_a_plain_loop_writes(sotu, monkeypatch, workers, chunk):
+    """Document by document, in order, whatever the chunks: ids, splits and bytes."""
+    monkeypatch.setattr(E, "CHUNK", chunk)
+    encoding, rng = P.load_tokenizer(sotu), random.Random(0)
+    texts = [t[i * 50:][:rng.randrange(600)] for i, t in enumerate(speeches())]
+    texts += ["", "naïve 你好 🙂", P.EOT + " as text", "\n \t" * 100]
+    stream = P.split_by_document(texts)
+    got = list(E.encode_all(encoding, iter(stream), workers))
+    assert len(got) == len(stream)
+    for (split, text), (its_split, ids, n_bytes) in zip(stream, got):
+        assert ids.tolist() == [encoding.eot_token, *encoding.encode_ordinary(text)]
+        assert (its_split, n_bytes) == (split, len(text.encode()))
+
+
+def test_folders_of_one_and_of_many_threads_are_equal_byte_for_byte(sotu, tmp_path, monkeypatch):
+    monkeypatch.setattr(E, "CHUNK", 100_000)
+    out = P.prepare(out_dir=tmp_path / "out", tokenizer=str(sotu), workers=5)
+    for file in sotu.iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes()
+
+
+def test_reading_stays_a_few_chunks_ahead_of_writing(sotu, monkeypatch):
+    monkeypatch.setattr(E, "CHUNK", 10)
+    encoding, taken = P.load_tokenizer(sotu), []
+
+    def stream():
+        for i in range(200):
+            taken.append(i)
+            yield "train", "ten letters and more"
+    for written, _ in enumerate(E.encode_all(encoding, stream(), 3)):
+        assert len(taken) <= written + 7
+    assert len(taken) == 200
+
+
+class Death(BaseException):
+    """As a panic of the tokenizer is: no Exception."""
+
+
+def test_a_thread_that_dies_ends_the_work_and_leaves_the_old_corpus(sotu, tmp_path, monkeypatch):
+    out = P.prepare(out_dir=tmp_path / "out", tokenizer=str(sotu))
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    monkeypatch.setattr(E, "CHUNK", 100_000)
+    original, calls = E.encode_document, []
+
+    def dying(encoding, text):
+        calls.append(text)
+        if len(calls) == 30:
+            raise Death
+        return original(encoding, text)
+    monkeypatch.setattr(E, "encode_document", dying)
+    threads = threading.active_count()
+    with pytest.raises(Death):
+        P.prepare(out_dir=out, tokenizer=str(sotu), workers=3)
+    assert {f.name: f.read_bytes() for f in out.iterdir()} == before
+    assert len(calls) < 100 and threading.active_count() == threads
+
+
+SLOW = """
+import sys, time
+from data import encode, prepare
+encode.CHUNK = 1
+original = encode.encode_document
+def slow(*a):
+    time.sleep(0.05)
+    return original(*a)
+encode.encode_document = slow
+prepare.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_preparation_leaves_no_half_corpus(sotu, tmp_path, number):
+    out = tmp_path / "out"
+    flags = [f"--tokenizer={sotu}", f"--out_dir={out}", "--workers=2"]
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while not list(out.glob("train.bin.*")) and time.time() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "the same command" in err and "Traceback" not in err
+    assert not list(out.iterdir())
+
+
+def test_progress_has_speed_and_time_to_go(capsys):
+    files = {"train": types.SimpleNamespace(bytes=3_000_000, tokens=1000)}
+    P.say_progress(files, 12_000_000, 0, 10.0, done=True)
+    assert "3.0 MB of text, 0.3 MB/s" in capsys.readouterr().out
+    for total, max_tokens, eta in ((12_000_000, 0, "ETA 0:30"), (0, 5000, "ETA 0:40"), (0, 0, "0.3 MB/s")):
+        P.progress.last_printed = 0
+        P.say_progress(files, total, max_tokens, 10.0)
+        assert capsys.readouterr().out.strip().endswith(eta)
