@@ -29,10 +29,10 @@ import torch.nn.functional as F
 
 from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, token_bytes
-from lib.checkpoint import check_same_run, data_of, load_model
+from lib.checkpoint import data_of, load_model
 from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import ROOT, check_writable, read_json, write_atomic
-from lib.flags import PRESETS, parse
+from lib.flags import PRESETS, check_same_run, parse
 from lib.machine import default_jobs, pick_device, read_clock
 from lib.plots import plot_readout
 from model import Config, LoopedLM

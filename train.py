@@ -4,6 +4,7 @@ Train one looped language model of any variant.
     python train.py                                              # pocket preset, real English, 2 CPU cores: 2:49
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
     python train.py --trick=tricks/gate.py                       # a looping idea from a file
+    python train.py --init_from=out/pocket --data=book-4096 --out_dir=out/book   # finetune; or into another shape
     python train.py --preset=isodepth-r4 --n_embd=640 --data=fineweb-edu-32000 --max_flops=1e18   # one GPU
     torchrun --standalone --nproc_per_node=8 train.py --preset=...                              # several GPUs
     python train.py --list_presets                               # parameters, FLOPs and expected time of each
@@ -32,10 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.load import batch_starts, even_starts, open_data, read_windows
 from data.prepare import load_tokenizer, token_bytes
-from lib.checkpoint import check_same_run, load_checkpoint, save_checkpoint
+from lib.checkpoint import load_checkpoint, save_checkpoint
 from lib.console import duration, progress, stop
 from lib.files import read_json, write_atomic
-from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, config_of, flops_of, parse, steps_of
+from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, check_same_run, config_of, flops_of, parse, steps_of
+from lib.init_from import describe_source, start_from
 from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
 from lib.optim import lr_at, make_optimizers
 from lib.plots import plot_loss
@@ -342,6 +344,9 @@ def train(args, explicit):
         trick = model_class(args.trick, args.trick_args)
     torch.manual_seed(args.seed)
     model = trick(cfg).to(device)
+    source = state.get("source") if state else None
+    if args.init_from and not state:
+        source = start_from(model, args, meta)
     optimizers = make_optimizers(model, args)
     plan = plan_steps(args, cfg)
     step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
@@ -354,7 +359,8 @@ def train(args, explicit):
     encoding = load_tokenizer(folder)
     lengths = token_bytes(encoding)
     identity = dict(config=asdict(cfg), args=vars(args), trick=describe(args.trick, args.trick_args),
-                    data_sha256=meta["splits"]["train"]["sha256"])
+                    data_sha256=meta["splits"]["train"]["sha256"], tokenizer_sha256=meta["tokenizer_sha256"],
+                    source=source)
     if master:
         open_folder(out, identity, meta, args.trick, extends=step < plan.steps)
         describe_run(args, model, plan, meta["splits"]["train"]["tokens"])
@@ -376,6 +382,11 @@ def train(args, explicit):
         with autocast():
             return evaluate(model, folder, meta, args.eval_tokens, args.batch_size // world, lengths,
                             per_loop=args.loss == "per_loop")
+
+    if source and not state:
+        val = validate()
+        if master:
+            print(f"{describe_source(source)}; val {val['loss']:.4f} nats/token before the first step")
 
     # 5. The training loop.
     uses_bias = cfg.n_expert and cfg.balance == "bias"

@@ -5,7 +5,7 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
     python data/prepare.py --vocab_size 1024                      # the same text, smaller vocabulary
     python data/prepare.py --input book.txt notes.txt             # your own text, a file being a document
     python data/prepare.py --input notes.jsonl                    # a document per line: {"text": "..."}
-    python data/prepare.py --input book.txt --tokenizer sotu-4096 # with the tokenizer of a corpus: for train.py --init_from
+    python data/prepare.py --input book.txt --tokenizer sotu-4096 # a tokenizer that is there, to go on from its runs
     python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
     python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
 

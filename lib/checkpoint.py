@@ -1,4 +1,4 @@
-"""Checkpoints: write one so that it is never half a file, load one without running code, compare it with the flags."""
+"""Checkpoints: write one so that it is never half a file, load one without running code."""
 import argparse
 import os
 from pathlib import Path
@@ -7,8 +7,7 @@ import torch
 
 from data.load import open_data
 from lib.console import stop
-from lib.flags import EXTENDABLE, FREE
-from lib.tricks import class_of_checkpoint, file_hash, trick_file
+from lib.tricks import class_of_checkpoint
 from model import Config
 
 
@@ -23,9 +22,14 @@ def save_checkpoint(path, **state):
         stop(f"{path}: could not be written ({str(e).splitlines()[0][:120]}); an older one is as it was")
 
 
+def checkpoint_file(ckpt):
+    """The ckpt.pt of a run that is named as a folder or as that file."""
+    return Path(ckpt) / "ckpt.pt" if Path(ckpt).is_dir() else Path(ckpt)
+
+
 def load_checkpoint(ckpt, device="cpu"):
     """The dict of a ckpt.pt, or of the run folder that holds one. Never runs code found in the file."""
-    path = Path(ckpt) / "ckpt.pt" if Path(ckpt).is_dir() else Path(ckpt)
+    path = checkpoint_file(ckpt)
     if not path.is_file():
         stop(f"{ckpt}: no checkpoint there; give a run folder or its ckpt.pt")
     try:
@@ -61,23 +65,3 @@ def data_of(state):
         stop(f"{folder}: not the text that the checkpoint was trained on, so its tokens would mean something else; "
              f"prepare that text again, or train anew")
     return folder, meta
-
-
-def check_same_run(explicit, saved, data_sha256, where, resume):
-    """A run is resumed with the flags, the data and the trick it began with: a command line that says otherwise is an
-    error, not silently dropped. saved: the dict of a config.json or of a checkpoint."""
-    if saved["data_sha256"] != data_sha256:
-        stop(f"--data or --vocab_size: not the corpus that {where} was trained on; choose another --out_dir")
-    same_trick = False                           # the same file under another path, such as the run folder's copy
-    if explicit.get("trick") and saved.get("trick"):
-        same_trick = file_hash(trick_file(explicit["trick"])) == saved["trick"]["sha256"]
-        if not same_trick and explicit["trick"] == saved["trick"]["file"]:
-            stop(f"--trick={explicit['trick']}: the file has changed since {where} was begun; choose another --out_dir")
-    for name, value in explicit.items():
-        may_differ = name in FREE or (resume and name in EXTENDABLE) or (name == "trick" and same_trick)
-        first_value = saved["args"].get(name, value)
-        if not may_differ and first_value != value:
-            value, first_value = (f"{v:g}" if isinstance(v, float) else v for v in (value, first_value))
-            hint = "add --resume, " if name in EXTENDABLE else ""
-            stop(f"--{name}={value} contradicts {where}, begun with {name}={first_value}: drop the flag, {hint}or "
-                 f"choose another --out_dir")

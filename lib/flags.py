@@ -9,7 +9,8 @@ import re
 from dataclasses import fields
 
 from lib.console import boolean, duration, misused, stop
-from lib.tricks import model_class
+from lib.init_from import source_flags
+from lib.tricks import file_hash, model_class, trick_file
 from model import CHOICES as MODEL_CHOICES
 from model import Config, LoopedLM
 
@@ -37,6 +38,9 @@ FLAGS = {
         ("data", str, "sotu", "folder written by data/prepare.py, or its name under data/; sotu is prepared if absent"),
         ("seed", int, 1337, "initial weights and order of the batches"),
         ("resume", boolean, False, "resume a run, also a complete one: give it a longer horizon")],
+    "start": [
+        ("init_from", str, "", "run folder or ckpt.pt: start from its weights, in its shape and on its corpus by default"),
+        ("tie", str, "mean", "how its layers that become one of a loop are joined: mean | first | last")],
     "model (fields of model.Config)": model_flags(),
     "trick": [
         ("trick", str, "", "file with a subclass of LoopedLM that changes the loop, such as tricks/gate.py"),
@@ -75,8 +79,9 @@ FLAGS = {
 }
 DEFAULTS = {name: default for group in FLAGS.values() for name, _, default, _ in group}
 HORIZON = ("max_steps", "max_tokens", "max_flops")
-CHOICES = {**MODEL_CHOICES, "loss": ("terminal", "per_loop"), "optimizer": ("muon", "adamw"),
-           "dtype": ("", "bfloat16", "float32"), "schedule": ("cosine", "linear", "wsd", "constant")}
+CHOICES = {**MODEL_CHOICES, "tie": ("mean", "first", "last"), "loss": ("terminal", "per_loop"),
+           "optimizer": ("muon", "adamw"), "dtype": ("", "bfloat16", "float32"),
+           "schedule": ("cosine", "linear", "wsd", "constant")}
 # what may change when a run is resumed: not the model, nor its training up to rounding; the data has its hash
 FREE = {"preset", "out_dir", "data", "vocab_size", "resume", "log_interval", "eval_interval", "eval_tokens", "device",
         "dtype", "compile", "threads", "peak_tflops", "head_dim"}
@@ -140,14 +145,22 @@ def parse(argv=None, description=None):
 
 def complete(line):
     """Fill the flags of a command line up with its preset's and the defaults. A horizon on the line replaces the
-    preset's; every flag that cannot work is refused here, before any work is done."""
+    preset's; what --init_from brings along comes between. Every flag that cannot work is refused here, before any work
+    is done."""
     preset = dict(PRESETS[line.get("preset", DEFAULTS["preset"])])
     if len([h for h in HORIZON if line.get(h)]) > 1:
         stop("give exactly one of --max_steps, --max_tokens and --max_flops")
     if any(line.get(h) for h in HORIZON):
         preset = {k: v for k, v in preset.items() if k not in HORIZON}
-    a = {**DEFAULTS, **preset, **line}
-    if a["n_loop"] == 1 and "inject" not in {**preset, **line}:
+    out_dir = line.get("out_dir") or f"out/{line.get('preset', DEFAULTS['preset'])}"
+    source = {}                                  # what --init_from brings along
+    if line.get("init_from"):
+        source = source_flags({**preset, **line}, out_dir)
+    elif "tie" in line:
+        stop("--tie says how layers of --init_from are joined: give that as well, or drop the flag")
+    given = {**source, **preset, **line}
+    a = {**DEFAULTS, **given, "out_dir": out_dir}
+    if a["n_loop"] == 1 and "inject" not in given:
         a["inject"] = "none"                     # one pass has nothing to inject, so the default is no matrix
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
@@ -160,7 +173,6 @@ def complete(line):
         if line.get(name, value) != value:
             stop(f"--{name}={line[name]} contradicts {a['trick']}, which needs {name}={value}: drop the flag")
         a[name] = value
-    a["out_dir"] = a["out_dir"] or f"out/{a['preset']}"
     if not a["n_head"] and a["head_dim"] > 0 and a["n_embd"] > a["head_dim"] and a["n_embd"] % a["head_dim"]:
         stop(f"--n_embd={a['n_embd']}: not a multiple of --head_dim={a['head_dim']}; change one, or give --n_head")
     a["n_head"] = a["n_head"] or max(1, a["n_embd"] // max(1, a["head_dim"]))
@@ -219,6 +231,26 @@ def flops_of(args, cfg, n_steps=100):
         readouts = r if args.loss == "per_loop" else 1
         total += trick.flops_per_token(cfg, r, bptt=setting.get("bptt", args.bptt), readouts=readouts)
     return total / len(settings)
+
+
+def check_same_run(explicit, saved, data_sha256, where, resume):
+    """A run is resumed with the flags, the data and the trick it began with: a command line that says otherwise is an
+    error, not silently dropped. saved: the dict of a config.json or of a checkpoint."""
+    if saved["data_sha256"] != data_sha256:
+        stop(f"--data or --vocab_size: not the corpus that {where} was trained on; choose another --out_dir")
+    same_trick = False                           # the same file under another path, such as the run folder's copy
+    if explicit.get("trick") and saved.get("trick"):
+        same_trick = file_hash(trick_file(explicit["trick"])) == saved["trick"]["sha256"]
+        if not same_trick and explicit["trick"] == saved["trick"]["file"]:
+            stop(f"--trick={explicit['trick']}: the file has changed since {where} was begun; choose another --out_dir")
+    for name, value in explicit.items():
+        may_differ = name in FREE or (resume and name in EXTENDABLE) or (name == "trick" and same_trick)
+        first_value = saved["args"].get(name, DEFAULTS.get(name))
+        if not may_differ and first_value != value:
+            value, first_value = (f"{v:g}" if isinstance(v, float) else v for v in (value, first_value))
+            hint = "add --resume, " if name in EXTENDABLE else ""
+            stop(f"--{name}={value} contradicts {where}, begun with {name}={first_value}: drop the flag, {hint}or "
+                 f"choose another --out_dir")
 
 
 def list_presets():
