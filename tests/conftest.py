@@ -24,13 +24,18 @@ def corpus(tmp_path_factory):
     return prepare(vocab_size=300, inputs=[str(source)], out_dir=tmp_path_factory.mktemp("corpus"))
 
 
+def tiny_flags(data, out_dir, *more):
+    """Command-line flags of a model that trains in a second."""
+    return [f"--data={data}", f"--out_dir={out_dir}", "--n_embd=32", "--head_dim=16", "--block_size=32",
+            "--batch_size=4", "--max_steps=20", "--eval_tokens=512", "--eval_interval=10", "--log_interval=1",
+            "--dtype=float32", "--device=cpu", "--threads=1", *more]
+
+
 @pytest.fixture
 def tiny(corpus, tmp_path):
-    """Command-line flags of a model that trains in a second, into tmp_path/run."""
+    """Those flags, into tmp_path/run."""
     def flags(*more, out="run"):
-        return [f"--data={corpus}", f"--out_dir={tmp_path / out}", "--n_embd=32", "--head_dim=16", "--block_size=32",
-                "--batch_size=4", "--max_steps=20", "--eval_tokens=512", "--eval_interval=10", "--log_interval=1",
-                "--dtype=float32", "--device=cpu", "--threads=1", *more]
+        return tiny_flags(corpus, tmp_path / out, *more)
     return flags
 
 

@@ -26,6 +26,7 @@ SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--ba
          "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "routing_study.py": ["--tokens=512"],
          "early_exit.py": ["--tokens=256", "--rounds=1", "--max_new_tokens=8", "--device=cpu"],
          "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"],
+         "sample.py": ["--max_new_tokens=8", "--device=cpu"],
          "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
 
 
@@ -63,7 +64,7 @@ def test_readme_command(command, run, tmp_path):
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
 
 
-@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "readout_study", "routing_study"])
+@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "readout_study", "routing_study", "sample"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
     text = "".join((ROOT / f"{name}.py").read_text() for name in {script, *(["sweep", "optima", "verdict"] if script == "fit_law" else [])})

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import train as T
+from conftest import tiny_flags
 from data.prepare import prepare
 from lib import init_from as I
 from lib import tricks
@@ -49,10 +50,17 @@ def text_of(corpus, tmp_path, name, word, **more):
     return prepare(inputs=[source], out_dir=tmp_path / name, **more)
 
 
+@pytest.fixture(scope="module")
+def plain_once(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    train(tiny_flags(corpus, folder / "plain", "--n_loop=1", "--n_recur=4", "--max_steps=3"))
+    return folder / "plain"
+
+
 @pytest.fixture
-def plain(tiny, tmp_path):
+def plain(plain_once, tmp_path):
     """A trained plain model of 1 + 4 + 1 layers, in tmp_path/plain."""
-    train(tiny("--n_loop=1", "--n_recur=4", "--max_steps=3", out="plain"))
+    shutil.copytree(plain_once, tmp_path / "plain")
     return tmp_path / "plain"
 
 
