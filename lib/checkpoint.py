@@ -40,14 +40,19 @@ def load_checkpoint(ckpt, device="cpu"):
     return state
 
 
+def config_in(state, ckpt):
+    """The Config of a loaded checkpoint."""
+    try:
+        return Config(**state["config"])
+    except (TypeError, ValueError) as e:         # a field or a choice of another version
+        stop(f"{ckpt}: a model of another version of this code ({e})")
+
+
 def load_model(ckpt, device="cpu", trick=""):
     """(model in evaluation mode, state of its checkpoint) from a run folder or a ckpt.pt. trick: the file of a trick
     outside tricks/, which only runs when it is named."""
     state = load_checkpoint(ckpt, device)
-    try:
-        cfg = Config(**state["config"])
-    except (TypeError, ValueError) as e:         # a field or a choice of another version
-        stop(f"{ckpt}: a model of another version of this code ({e})")
+    cfg = config_in(state, ckpt)
     model = class_of_checkpoint(state, ckpt, trick)(cfg).to(device)
     model.load_state_dict(state["model"])
     return model.eval(), state

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lib.checkpoint import checkpoint_file, data_of, load_checkpoint
+from lib.checkpoint import checkpoint_file, config_in, data_of, load_checkpoint
 from lib.console import stop
 from lib.files import read_json
 from lib.tricks import class_of_checkpoint, describe, file_hash
@@ -25,7 +25,8 @@ def load_source(path):
     """The checkpoint that --init_from names."""
     state = load_checkpoint(path)
     if {"args", "step", "data_sha256"} - state.keys():
-        stop(f"--init_from={path}: not a checkpoint of train.py, or of an old version: its text is not known")
+        stop(f"--init_from={path}: holds weights but not what text they were trained on, so it is not train.py's")
+    config_in(state, path)                       # refuses that of another version
     return state
 
 
@@ -44,7 +45,7 @@ def source_flags(asked, out_dir):
         del flags["inject"]                      # it injects as one from scratch
     if "trick" not in asked and saved.get("trick"):
         class_of_checkpoint(saved, asked["init_from"])                             # only what this allows is run
-        flags.update(trick=saved["trick"]["file"], trick_args=saved["args"]["trick_args"])
+        flags.update(trick=saved["trick"]["file"], trick_args=saved["args"].get("trick_args", ""))
     if "data" not in asked:
         flags.update(data=saved["args"]["data"], vocab_size=saved["args"]["vocab_size"])
     return flags
@@ -67,8 +68,9 @@ def check_tokenizer(state, path, meta):
 # --- weights ---
 def walk(cfg):
     """Names of the layers in the order in which a token passes through them, a looped one r times."""
-    prelude, loop, coda = ([f"{part}.{i}" for i in range(n)] for part, n in (
-        ("prelude", cfg.n_prelude), ("recur", cfg.n_recur), ("coda", cfg.n_coda)))
+    prelude = [f"prelude.{i}" for i in range(cfg.n_prelude)]
+    loop = [f"recur.{i}" for i in range(cfg.n_recur)]
+    coda = [f"coda.{i}" for i in range(cfg.n_coda)]
     return prelude + cfg.n_loop * loop + coda
 
 

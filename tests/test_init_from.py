@@ -236,7 +236,9 @@ def test_sources_that_are_none(plain, tiny, tmp_path, capsys):
     assert "--init_from" in stops(tiny("--tie=first"), capsys)
     state = torch.load(plain / "ckpt.pt", weights_only=True)
     torch.save({"config": state["config"], "model": state["model"]}, tmp_path / "bare.pt")
-    assert "not a checkpoint of train.py" in stops(flags_after(tmp_path / "bare.pt", tiny), capsys)
+    assert "what text" in stops(flags_after(tmp_path / "bare.pt", tiny), capsys)
+    torch.save({**state, "config": {**state["config"], "n_new": 1}}, tmp_path / "new.pt")
+    assert "another version" in stops(flags_after(tmp_path / "new.pt", tiny), capsys)
     assert "contradicts" in stops([f"--out_dir={plain}", f"--init_from={plain}"], capsys)          # its own folder
 
 
