@@ -39,7 +39,7 @@ FLAGS = {
         ("seed", int, 1337, "initial weights and order of the batches"),
         ("resume", boolean, False, "resume a run, also a complete one: give it a longer horizon")],
     "start": [
-        ("init_from", str, "", "run folder or ckpt.pt: start from its weights, in its shape and on its corpus by default"),
+        ("init_from", str, "", "run folder or ckpt.pt: start from its weights, by default with its shape and data"),
         ("tie", str, "mean", "how its layers that become one of a loop are joined: mean | first | last")],
     "model (fields of model.Config)": model_flags(),
     "trick": [

@@ -136,8 +136,9 @@ def carry_over(model, state, tie, trick=None):
     misfits += [f"{name} has no place here" for name in left_out if name in offered]
     if misfits:
         more = f" and {len(misfits) - 4} more" if len(misfits) > 4 else ""
-        stop(f"--init_from: matrices of the source, {shape_of(source)} layers, do not fit this model, {shape_of(target)}: "
-             f"{', '.join(misfits[:4])}{more}; the same effective depth would, or the same layers with another n_loop")
+        stop(f"--init_from: matrices of the source, {shape_of(source)} layers, do not fit this model, "
+             f"{shape_of(target)}: {', '.join(misfits[:4])}{more}; the same effective depth would, or the same layers "
+             f"with another n_loop")
     model.load_state_dict(new)
     return fresh, left_out
 

@@ -397,6 +397,20 @@ def test_reading_stays_a_few_chunks_ahead_of_writing(sotu, monkeypatch):
     assert len(taken) == 200
 
 
+def test_no_thread_shares_its_tokenizer(sotu, monkeypatch):
+    """Two threads with one tokenizer would be as fast as one thread."""
+    monkeypatch.setattr(E, "CHUNK", 1)
+    shared, seen, original = P.load_tokenizer(sotu), {}, E.encode_document
+
+    def watched(encoding, text):
+        seen.setdefault(threading.get_ident(), set()).add(id(encoding))
+        return original(encoding, text)
+    monkeypatch.setattr(E, "encode_document", watched)
+    list(E.encode_all(shared, [("train", text) for text in speeches()[:20]], 3))
+    own = [number for numbers in seen.values() for number in numbers]
+    assert len(own) == len(set(own)) == len(seen) and id(shared) not in own
+
+
 class Death(BaseException):
     """As a panic of the tokenizer is: no Exception."""
 

@@ -14,7 +14,7 @@ from test_train import train
 
 @pytest.fixture
 def trained(tiny, tmp_path, corpus):
-    """trained(*flags): (folder, model, tokenizer) of a tiny run, with noise, so that each pass and each token counts."""
+    """trained(*flags): (folder, model, tokenizer) of a tiny run, with noise, so that passes differ."""
     def make(*flags):
         train(tiny("--max_steps=1", "--eval_interval=0", *flags))
         state = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
@@ -85,7 +85,8 @@ def test_the_score_is_the_loss_token_by_token(trained, tmp_path, capsys):
     folder, model, encoding = trained()
     text = tmp_path / "text.txt"
     text.write_text("abc é fgh ij " * 12, encoding="utf-8")
-    told = output(capsys, "--ckpt", folder, "--prompt", f"FILE:{text}", "--score", "--max_new_tokens=0", "--n_loop", 1, 4)
+    told = output(capsys, "--ckpt", folder, "--prompt", f"FILE:{text}", "--score", "--max_new_tokens=0",
+                  "--n_loop", 1, 4)
     ids = encoding.encode(text.read_text(encoding="utf-8"))
     assert len(ids) > 2 * 32 and texts(told) == [] and "block_size" not in told
     for n_loop, line in zip((1, 4), re.findall(r"prompt: (.*) nats/token, (.*) bits/byte over (\d+) tokens", told)):
