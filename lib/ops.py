@@ -92,14 +92,22 @@ def check_sampling(temperature, top_k=None):
         raise ValueError(f"top_k={top_k}: must be a whole number, at least 1; 0 or None samples from all tokens")
 
 
+def distribution(logits, temperature=1.0, top_k=None):
+    """Probabilities (..., V) with which the next token is drawn from logits (..., V): all on the likeliest one at
+    temperature 0, else the softmax at this temperature, over the top_k if set."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).to(logits.dtype)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    return logits.softmax(-1)
+
+
 def sample(logits, temperature=1.0, top_k=None, generator=None):
     """Next tokens (B, 1) from logits (B, V): the likeliest ones at temperature 0, else drawn, from the top_k if set.
     ValueError for a temperature or top_k that means nothing."""
     check_sampling(temperature, top_k)
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    return torch.multinomial(distribution(logits, temperature, top_k), 1, generator=generator)
