@@ -1,13 +1,16 @@
 """
-Early exits: let a token leave the loop as soon as its prediction is certain, and measure what that saves and costs.
+Early exits: let a token leave the loop as soon as its prediction is certain, and measure what that saves and costs. And
+drafting, which costs nothing: early passes guess the next tokens, the others check them.
 
     python train.py --loss=per_loop --out_dir=out/x            # supervise every pass; terminal models work, badly
     python early_exit.py --ckpt out/x                          # convergence, frontier, KV policies; table, PNG, JSON
     python early_exit.py --ckpt out/a out/b                    # frontiers of several runs in one plot
     python early_exit.py --ckpt out/x --prompt "The state" --exit_tau 2        # generate, with and without exits
     python early_exit.py --ckpt out/x --force_saved 30 50      # time of a schedule of exits that saves these FLOPs
+    python early_exit.py --ckpt out/x --prompt "The state" --draft_passes=1    # generate, with and without drafting
+    python early_exit.py --ckpt out/a out/b --draft_study      # how much faster, by passes and length of the drafts
 
-exits.py has the mechanism. Here tokens of known text are scored: with keys and values of the full depth, as the paper
+exits.py has the mechanism of exits, draft.py that of drafting, exit_speed.py takes the times. Here tokens of known text are scored: with keys and values of the full depth, as the paper
 does, and as generation works. tau comes from validation text, everything else from test text. Every point is compared
 with a fixed smaller depth and with random exits that save the same FLOPs. Arithmetic is fp32.
 
@@ -26,15 +29,16 @@ import torch.nn.functional as F
 
 from data.load import even_starts, read_windows
 from data.prepare import load_tokenizer, token_bytes
-from exits import (CRITERIA, Costs, RowCache, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
-                   saved, score_at_once, score_by_step, step)
+from draft import check_drafting
+from exit_cost import Costs, costs, exit_chance, neighbours, saved, savings_by_depth
+from exit_speed import study_drafts, time_drafts, time_prompts, time_schedules
+from exits import CRITERIA, begin, doubt, exit_at, exit_below, jsd, n_stages, read, score_at_once, score_by_step
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
-from lib.machine import pick_device, read_clock
+from lib.machine import pick_device
 from lib.ops import check_sampling, norm
-from lib.plots import plot_frontier
-from model import KVCache
+from lib.plots import plot_drafts, plot_frontier
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
 INTERVAL = "{nats:+.4f} [{low:+.4f}, {high:+.4f}]"
@@ -135,6 +139,13 @@ def load_windows(folder, meta, split, n_tokens, T):
     return x, y, torch.from_numpy(document[starts])
 
 
+def starts_of_texts(model, folder, meta, n=4):
+    """Prompts [(1, T / 8)] for the study of drafting: where n windows spread over the test text begin."""
+    T = model.cfg.block_size
+    x, _, _ = load_windows(folder, meta, "test", n * T, T)
+    return list(x[:n, :max(1, T // 8)].to(model.table.device).split(1))
+
+
 class Bootstrap:
     """95% intervals of means over tokens: documents are drawn with replacement (windows, where they come from fewer
     than 10 documents), 2,000 times, the same draws for all, so that differences are paired."""
@@ -172,29 +183,6 @@ class TestText:
 def in_units(nats, bytes_per_token):
     """Nats per token, also as perplexity and as bits per byte."""
     return {"nats": nats, "ppl": math.exp(nats), "bpb": nats / math.log(2) / bytes_per_token}
-
-
-def savings_by_depth(c, way, tests=False, kv="reuse"):
-    """What 1 .. S stages for every token save."""
-    return [saved(c, torch.tensor([d]), tests, kv)[way] for d in range(1, c.stages + 1)]
-
-
-def neighbours(savings, saving):
-    """(d, share): to save this, a share of the tokens takes d stages, the rest d + 1. savings: of 1 .. S stages."""
-    d, saving = 1, max(saving, savings[-1])
-    while saving < savings[d]:
-        d += 1
-    more, less = savings[d - 1], savings[d]
-    return d, min(1.0, (saving - less) / (more - less))
-
-
-def exit_chance(c, depth, saving, way, kv):
-    """Random exits take the depths (N,) with this chance, else all stages, so that they save what the exits save: 1
-    when counted by layers, less when charged, since random exits need no tests."""
-    at_chance_1 = saved(c, depth, False, kv)[way]
-    if at_chance_1 <= 0:
-        return 0.0
-    return max(0.0, min(1.0, saving[way] / at_chance_1))
 
 
 def measure_point(test, depth, nats, random, saving, way):
@@ -355,100 +343,6 @@ def print_run(result):
         print(f"  {name:10s}" + " | ".join(sides))
 
 
-# --- time ---
-@torch.inference_mode()
-def time_rules(model, ids, rules, kv, rounds):
-    """Seconds of decoding ids (T,) with each rule, in turns: {name: [rounds]}. The first round only warms up. The name
-    "model.py" stands for that file's own loop: exits must not win against a slow baseline."""
-    times = {name: [] for name in rules}
-    for i in range(rounds + 1):
-        for name, rule in rules.items():
-            plain = name == "model.py"
-            start = read_clock(model.table.device)
-            cache = KVCache(model.cfg, 1, model.cfg.n_loop) if plain else RowCache(model, 1)
-            for t in range(len(ids)):
-                if plain:
-                    model(ids[None, t:t + 1], cache=cache)
-                else:
-                    step(model, ids[t:t + 1], cache, rule, kv)
-            if i:
-                times[name].append(read_clock(model.table.device) - start)
-        progress(f"timing, round {i}/{rounds}", False)
-    return times
-
-
-def compare_with_claim(times, name, claim):
-    """Print and return the time a rule saves compared with full depth in the same round, and the FLOPs it claims to."""
-    shares = [1 - seconds / full for seconds, full in zip(times[name], times["full depth"])]
-    low, middle, high = np.quantile(shares, [0.25, 0.5, 0.75]).tolist()
-    speed_up = 1 / (1 - middle)
-    ratio = middle / claim if claim > 0 else None
-    part = f": {ratio:.2f} of the claim" if ratio else ""
-    print(f"claimed {claim:.1%} of FLOPs, saved {middle:.1%} [{low:.1%}, {high:.1%}] of time{part}; "
-          f"{speed_up:.2f} times as fast")
-    return {"claimed": claim, "time_saved": middle, "low": low, "high": high, "speed_up": speed_up, "ratio": ratio}
-
-
-def plan_depths(c, n, target, tests, kv="reuse"):
-    """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
-    savings = savings_by_depth(c, "charged", tests, kv)
-    if not savings[-1] <= target <= savings[0]:
-        stop(f"--force_saved={100 * target:g}: this model can save {savings[-1]:.0%} to {savings[0]:.0%} of its FLOPs")
-    d, share = neighbours(savings, target)
-    steps = torch.arange(n + 1) * round(n * share) // n
-    return torch.where(steps[1:] > steps[:-1], d, d + 1)[None]
-
-
-def time_schedules(model, a):
-    """Times of schedules of exits that save the shares of --force_saved, with tests computed as if they decided."""
-    c, tests, device = costs(model), CRITERIA[a.criterion], model.table.device
-    T = model.cfg.block_size
-    kv = a.kv[0]
-    ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
-    depths = {f"{share:g}%": plan_depths(c, T, share / 100, tests, kv) for share in a.force_saved}
-    rules = {"model.py": None, "full depth": None}
-    for name, depth in depths.items():
-        rules[name] = exit_at(depth.to(device), tests)
-    times = time_rules(model, ids, rules, kv, a.rounds)
-    ms = {name: 1e3 * float(np.median(seconds)) / T for name, seconds in times.items()}
-    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, keys and values by {kv}; {a.rounds} rounds, "
-          f"quartiles in brackets\nms per token: " + ", ".join(f"{name} {t:.2f}" for name, t in ms.items()))
-    rows = {}
-    for name, depth in depths.items():
-        claim = saved(c, depth[0], tests, kv)["charged"]
-        rows[name] = compare_with_claim(times, name, claim)
-    return {"ms_per_token": ms, "kv": kv, "rows": rows}
-
-
-def time_prompts(model, folder, a):
-    """Generate from the prompts with exits, then time the same tokens with and without them."""
-    tokenizer, c, tests = load_tokenizer(folder), costs(model), CRITERIA[a.criterion]
-    T, prompts = model.cfg.block_size, [tokenizer.encode_ordinary(text) for text in a.prompt]
-    for text, ids in zip(a.prompt, prompts):
-        if not ids:
-            stop("--prompt is empty: give at least one character")
-        if len(ids) > T:
-            stop(f"--prompt: {len(ids)} tokens, but block_size={T}; shorten it: {text[:40]!r}")
-    n_new = min(a.max_new_tokens, T - max(map(len, prompts)) + 1)
-    rule, kv, results = exit_below(a.criterion, a.exit_tau), a.kv[0], []
-    rows, depths = generate(model, prompts, n_new, rule, kv, a.temperature, top_k=a.top_k, seed=a.seed)
-    for row, depth in zip(rows, depths):
-        text = tokenizer.decode(row)
-        words = [tokenizer.decode([t]).replace("\n", "\\n").strip() for t in row[1:]]
-        print(f"\n{text}\n\n{'passes' if c.looped else 'layers'} before each token: "
-              + " ".join(f"{word}/{d}" for word, d in zip(words, depth)))
-        saving = saved(c, torch.tensor(depth), tests, kv)
-        print(f"mean {np.mean(depth):.2f} of {c.stages}; FLOPs saved: layers {saving['layers']:.1%}, with head "
-              f"{saving['head']:.1%}, with tests {saving['charged']:.1%}")
-        ids = torch.tensor(row[:-1], device=model.table.device)
-        times = time_rules(model, ids, {"full depth": None, "exits": rule}, kv, a.rounds)
-        print(f"{len(ids) / np.median(times['full depth']):7.1f} tokens/s without exits")
-        print(f"{len(ids) / np.median(times['exits']):7.1f} tokens/s with exits")
-        timing = compare_with_claim(times, "exits", saving["charged"])
-        results.append({"text": text, "depths": depth, "saved": saving, "timing": timing})
-    return results
-
-
 # --- command line ---
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
@@ -468,7 +362,10 @@ def parse(argv=None):
     add("--batch_size", 16, "windows scored side by side")
     parser.add_argument("--prompt", nargs="+", help="generate from these texts instead")
     add("--exit_tau", 1.0, "tau of the generation; 0 never exits")
-    add("--max_new_tokens", 100, "at most this many, and what block_size leaves")
+    add("--draft_passes", 0, "draft with this many passes and verify with all, instead of exits; 0: exits")
+    add("--draft_tokens", "auto", "how many to draft at a time; auto: by what was accepted so far")
+    parser.add_argument("--draft_study", action="store_true", help="time every --draft_passes with many --draft_tokens")
+    add("--max_new_tokens", 100, "this many; with exits at most, and what block_size leaves")
     add("--temperature", 0.0, "0: the likeliest token")
     add("--top_k", 0, "sample from the likeliest ones only; 0: all")
     add("--seed", 0, "of sampling; row i draws with seed + i")
@@ -477,23 +374,35 @@ def parse(argv=None):
     add("--device", "", "cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", 0, "CPU threads; 0: one per core")
     add("--trick", "", "file of the runs' trick, if it is outside tricks/")
-    add("--out_dir", "", "folder for early_exit.png and .json (default: the run's; for several out/early_exit)")
+    add("--out_dir", "", "folder for early_exit.png and .json, or draft_study (default: the run's; for several "
+        "out/early_exit)")
     add("--json", "", "file to write the numbers to instead of OUT_DIR/early_exit.json")
     a = parser.parse_args(argv)
     require_at_least(a, tokens=1, batch_size=1, max_new_tokens=1, rounds=1, threads=0)
-    require_at_least(a, exit_tau=0, temperature=0, top_k=0, seed=0)
-    for name in ("exit_tau", "temperature", "top_k", "seed"):
-        if not a.prompt and getattr(a, name) != parser.get_default(name):
+    require_at_least(a, exit_tau=0, draft_passes=0, temperature=0, top_k=0, seed=0)
+
+    def given(*names):
+        return [name for name in names if getattr(a, name) != parser.get_default(name)]
+    for name in given("exit_tau", "draft_passes", "draft_tokens", "temperature", "top_k", "seed"):
+        if not a.prompt and not (a.draft_study and name in ("temperature", "top_k", "seed")):
             stop(f"--{name} says how to generate: give --prompt as well, or drop it")
+    for name in given("exit_tau", "kv"):
+        if a.draft_passes or a.draft_study:
+            stop(f"--{name} is for exits, and drafting makes none: drop it")
+    if a.draft_tokens != "auto":
+        if not a.draft_tokens.isdecimal():
+            stop(f"--draft_tokens={a.draft_tokens}: must be a number, or auto")
+        a.draft_tokens = int(a.draft_tokens)
     try:
         check_sampling(a.temperature, a.top_k)
     except ValueError as e:
         stop(f"--{e}")
     if a.quick:
         a.tokens = max(1, a.tokens // 8)
-    if a.prompt and a.force_saved:
-        stop("--prompt and --force_saved are two measurements: give one of them")
-    a.single = "--prompt" if a.prompt else "--force_saved" if a.force_saved else ""
+    measurements = given("prompt", "force_saved", "draft_study")
+    if len(measurements) > 1:
+        stop(f"--{measurements[0]} and --{measurements[1]} are two measurements: give one of them")
+    a.single = f"--{measurements[0]}" if a.prompt or a.force_saved else ""
     for name in ("ckpt", "kv"):
         n = len(getattr(a, name) or [])
         if a.single and n > 1:
@@ -512,6 +421,11 @@ def main(argv=None):
             stop(f"--ckpt={path}: one layer and no loop, so there is no place to exit; train with --n_loop=2 or more")
         if model.cfg.n_loop == 1 and a.kv and "reuse" in a.kv:
             stop(f"--kv=reuse: {path} has no loop, so a skipped layer has no earlier pass to take from; use copy")
+        if a.draft_passes or a.draft_study:
+            try:
+                check_drafting(model.cfg.n_loop, a.draft_passes or 1, a.draft_tokens)
+            except ValueError as e:
+                stop(f"--{e}")
         runs.append((run_folder(path), model, *data_of(state)))
     run, model, folder, _ = runs[0]
     if a.single:
@@ -520,12 +434,17 @@ def main(argv=None):
             stop("--kv=full needs every pass of every token, so it cannot generate: use copy or reuse")
     a.kv = a.kv or ["full", "copy", "reuse"]
     out = Path(a.out_dir or ("out/early_exit" if len(runs) > 1 else run))          # no run's own results are replaced
-    target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / "early_exit.json"
+    name = "draft_study" if a.draft_study else "early_exit"
+    target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / f"{name}.json"
     check_writable("--out_dir or --json", out, target.parent if target else out)
     if a.prompt:
-        results = time_prompts(model, folder, a)
+        results = (time_drafts if a.draft_passes else time_prompts)(model, folder, a)
     elif a.force_saved:
         results = time_schedules(model, a)
+    elif a.draft_study:
+        results = [study_drafts(run.name, model, starts_of_texts(model, folder, meta), a)
+                   for run, model, folder, meta in runs]
+        plot_drafts(results, out / "draft_study.png")
     else:
         results = []
         for run, model, folder, meta in runs:
@@ -534,7 +453,7 @@ def main(argv=None):
         plot_frontier(results, out / "early_exit.png")
     if target:
         write_atomic(target, json.dumps(results, indent=1).encode())
-        print(f"wrote {target}" + ("" if a.single else f" and {out / 'early_exit.png'}"))
+        print(f"wrote {target}" + ("" if a.single else f" and {out / name}.png"))
 
 
 if __name__ == "__main__":

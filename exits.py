@@ -1,6 +1,6 @@
 """
 Early exits: a token leaves the loop as soon as its prediction is certain. This file is the mechanism: when to leave,
-what later tokens find in the cache, what it saves. early_exit.py is the study.
+what later tokens find in the cache. exit_cost.py says what it saves; early_exit.py is the study.
 
 Exit points are the loop boundaries, of an unlooped model its layers. A test asks how much the model doubts the next
 token, mostly from a readout of the state through coda, norm and head; below tau the token exits (arXiv 2605.09165:
@@ -267,46 +267,6 @@ def step(model, tokens, cache, rule=None, kv="reuse"):
     cache.length += 1
     return logits, depth
 # --- end exit ---
-
-
-# --- cost ---
-@dataclass
-class Costs:
-    """FLOPs per token at full context, as LoopedLM.flops_per_token counts them."""
-    base: int                                    # prelude of a looped model
-    stage: int
-    readout: int                                 # coda and head
-    full: int                                    # the whole model: base + stages * stage + readout
-    copy: int                                    # keys and values of what was skipped: once for a loop, else per stage
-    stages: int
-    looped: bool
-
-
-def costs(model):
-    cfg, looped = model.cfg, model.cfg.n_loop > 1
-    full = model.flops_per_token(cfg, train=False)
-    readout = model.flops_per_token(cfg, train=False, readouts=2) - full
-    layer, copy = model.layer_flops(cfg), 6 * cfg.n_embd ** 2
-    stage = layer
-    if looped:                                   # every pass but perhaps the first costs what the last one does
-        stage = model.pass_flops(cfg, cfg.n_loop - 1)
-        copy = cfg.n_recur * copy + model.combine_flops(cfg)
-    base = full - n_stages(cfg) * stage - readout
-    return Costs(base, stage, readout, full, copy, n_stages(cfg), looped)
-
-
-def saved(c, depth, tests, kv="reuse"):
-    """Share of the FLOPs of the full model that tokens exiting at depth (N,) save, three ways. layers: as the paper
-    counts, the blocks alone. head: with the one readout that every token needs. charged: also every test's readout
-    (tests: does a test need one?) and the projections of copy. c: Costs."""
-    depth = depth.double()
-    skipped = c.stages - depth
-    extra = (depth - 1) * c.readout if tests else torch.zeros_like(depth)
-    if kv == "copy":
-        extra = extra + c.copy * ((skipped > 0) if c.looped else skipped)
-    less = skipped * c.stage
-    return {"layers": (less.mean() / (c.full - c.readout)).item(), "head": (less.mean() / c.full).item(),
-            "charged": ((less - extra).mean() / c.full).item()}
 
 
 # --- as generation works ---

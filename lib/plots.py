@@ -243,6 +243,27 @@ def frontier_title(results):
     return "\n".join(lines)
 
 
+def plot_drafts(results, path):
+    """results: what early_exit.py --draft_study writes to draft_study.json; a panel for each run."""
+    fig, axes = pyplot().subplots(1, len(results), figsize=(1 + 5 * len(results), 4.6), sharey=True, squeeze=False)
+    titles = []
+    for axis, run in zip(axes[0], results):
+        for d in range(1, run["n_loop"]):
+            rows = [row for row in run["rows"] if row["draft_passes"] == d]
+            middle = values(rows, "speed_up")
+            below, above = middle - values(rows, "low"), values(rows, "high") - middle
+            lengths = [str(row["draft_tokens"]) for row in rows]
+            label = f"drafts of {d} of {run['n_loop']} passes"
+            axis.errorbar(lengths, middle, [below, above], fmt="o-", color=f"C{d - 1}", label=label)
+        axis.axhline(1, **GREY)
+        finish(axis, run["run"], "tokens drafted at a time", "")
+        best = max(run["rows"], key=lambda row: row["speed_up"])
+        titles.append("{run} {0:.2f}".format(best["speed_up"], **run))
+    axes[0, 0].set_ylabel("tokens per second, in units of plain decoding")
+    fig.suptitle(f"the same text, times as fast: {', '.join(titles)}")
+    save(fig, path)
+
+
 def plot_readout(cells, folders, title, path):
     """cells {(cell, variant): [readout_study.diagnose of each seed]}, folders likewise."""
     fig, axes = pyplot().subplots(2, 2, figsize=(13, 9.5), sharey="row")

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import early_exit as X
+import exit_cost as C
+import exit_speed as S
 import exits as E
 import train as T
 from model import Config, KVCache, LoopedLM
@@ -306,7 +308,7 @@ def test_a_decision_looks_at_no_later_token():
 def test_costs_agree_with_the_counter_of_torch(variant):
     """At the last position of the context, where attention reads all T keys, routers aside."""
     model = small(**dict(variant, n_expert=0))
-    cfg, c = model.cfg, E.costs(model)
+    cfg, c = model.cfg, C.costs(model)
     assert c.full == LoopedLM.flops_per_token(cfg, train=False)
     for d in range(1, c.stages + 1):
         for reads in (False, True):
@@ -315,33 +317,33 @@ def test_costs_agree_with_the_counter_of_torch(variant):
                 cache.length = cfg.block_size - 1
                 with torch.no_grad(), FlopCounterMode(display=False) as counter:
                     E.step(model, torch.tensor([3]), cache, E.exit_at(torch.full((1, cfg.block_size), d), reads), kv)
-                share = E.saved(c, torch.tensor([d]), reads, kv)["charged"]
+                share = C.saved(c, torch.tensor([d]), reads, kv)["charged"]
                 assert counter.get_total_flops() == pytest.approx(c.full * (1 - share), rel=1e-9)
 
 
 def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
     model, x = small(**PLAIN), tokens(16)
-    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), C.costs(model)
     before = -math.inf
     for tau in (0.0, *scores["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
         depth = X.first_below(scores["entropy"], tau)
         assert depth.shape == (x.numel(),) and 1 <= depth.min() and depth.max() <= 3
-        share = E.saved(c, depth, True, "copy")
+        share = C.saved(c, depth, True, "copy")
         assert share["charged"] >= before and share["charged"] <= share["head"] <= share["layers"]
         before = share["charged"]
         plain = [next((s + 1 for s in range(2) if scores["entropy"][s, i] < tau), 3) for i in range(x.numel())]
         assert depth.tolist() == plain
-    assert before > 0 and E.saved(c, torch.full((5,), 3), False)["charged"] == 0
-    assert E.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
+    assert before > 0 and C.saved(c, torch.full((5,), 3), False)["charged"] == 0
+    assert C.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
 
 
 # --- frontier ---
 def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
     model, x = small(**PLAIN), tokens(64)
-    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), C.costs(model)
     for way in ("layers", "charged"):
         def saving(depth):
-            return E.saved(c, depth, True)[way]
+            return C.saved(c, depth, True)[way]
         tau = X.calibrate(scores["entropy"], 0.2, saving)
         assert saving(X.first_below(scores["entropy"], tau)) == pytest.approx(0.2, abs=0.003)
         assert X.calibrate(scores["entropy"], 0.9, saving) is None
@@ -349,18 +351,18 @@ def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
 
 def test_baselines_cost_what_the_exits_cost():
     model, x = small(**PLAIN), tokens(64)
-    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), C.costs(model)
     depth = X.first_below(scores["entropy"], middle_tau(model))
     for way in ("layers", "charged"):
-        saving = E.saved(c, depth, True)
-        q = X.exit_chance(c, depth, saving, way, "reuse")
-        random = q * E.saved(c, depth, False)[way]
+        saving = C.saved(c, depth, True)
+        q = C.exit_chance(c, depth, saving, way, "reuse")
+        random = q * C.saved(c, depth, False)[way]
         assert random == pytest.approx(max(saving[way], 0), abs=1e-9) and 0 <= q <= 1 and (q == 1) == (way == "layers")
-        fixed = [E.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
+        fixed = [C.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
         for saving in (0.0, 0.1, 0.4, fixed[0]):
-            d, share = X.neighbours(fixed, saving)
+            d, share = C.neighbours(fixed, saving)
             assert share * fixed[d - 1] + (1 - share) * fixed[d] == pytest.approx(saving, abs=1e-6)
-        assert X.neighbours(fixed, -0.1) == (2, 0)
+        assert C.neighbours(fixed, -0.1) == (2, 0)
 
 
 def test_intervals_resample_documents():
@@ -376,10 +378,10 @@ def test_intervals_resample_documents():
 
 
 def test_schedule_claims_what_was_asked():
-    c = E.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
+    c = C.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
     for target in (0.1, 0.3, 0.5):
-        depth = X.plan_depths(c, 1000, target, True)
-        assert E.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
+        depth = S.plan_depths(c, 1000, target, True)
+        assert C.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
         each, count = depth.unique(return_counts=True)
         assert len(each) == 2 and each[1] == each[0] + 1
         assert (depth[0, :500] == each[0]).sum() == pytest.approx(count[0] / 2, abs=1)       # spread evenly
@@ -488,7 +490,6 @@ def test_sampling_flags_that_mean_nothing(capsys, flags, says):
 def test_full_depth_and_exits_are_timed_alike(monkeypatch):
     """Every contender's clock is read after the device is done, or full depth, which never waits, would look faster."""
     clocks = []
-    monkeypatch.setattr(X, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
-    model = LoopedLM(Config(**SMALL)).eval()
-    X.time_rules(model, torch.tensor([1, 2]), {"full depth": None, "exits": E.exit_below("entropy", 100.0)}, "reuse", 1)
-    assert len(clocks) == 2 + 2 * 2                        # two rules: before the warm-up, before and after the round
+    monkeypatch.setattr(S, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
+    S.time_in_turns({"full depth": list, "exits": list}, 1, "cpu")
+    assert len(clocks) == 2 * 2 * 2                        # two contenders: before and after, warm-up and round
