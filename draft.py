@@ -27,7 +27,7 @@ from lib.ops import check_sampling, distribution
 from model import KVCache
 
 MOST = 8                                         # tokens that draft_tokens="auto" drafts in a round, at most
-POSITION = 0.1                                   # what one more position in a call adds to its time (results/bench.md)
+POSITION = 0.06                                  # what one more position in a call adds to its time (results/bench.md)
 
 
 class Sampler(NamedTuple):
@@ -102,7 +102,7 @@ def best_count(rounds, cost):
     accepted) so far; cost: of drafting a token, in units of one at full depth. With a share a accepted, n guesses give
     (1 - a^(n + 1)) / (1 - a) tokens and take 1 + n (cost + POSITION) (arXiv 2211.17192, theorem 3.8)."""
     tested = sum(min(accepted + 1, drafted) for drafted, accepted in rounds)
-    a = (4 + sum(accepted for _, accepted in rounds)) / (5 + tested)               # 4 of 5 before anything is seen
+    a = (2 + sum(accepted for _, accepted in rounds)) / (2.5 + tested)             # 0.8 before anything is seen
 
     def promise(n):
         return sum(a ** i for i in range(n + 1)) / (1 + n * (cost + POSITION))

@@ -253,8 +253,9 @@ def plot_drafts(results, path):
             middle = values(rows, "speed_up")
             below, above = middle - values(rows, "low"), values(rows, "high") - middle
             lengths = [str(row["draft_tokens"]) for row in rows]
+            axis.errorbar(lengths, middle, [below, above], fmt="o", color=f"C{d - 1}")
             label = f"drafts of {d} of {run['n_loop']} passes"
-            axis.errorbar(lengths, middle, [below, above], fmt="o-", color=f"C{d - 1}", label=label)
+            axis.plot(lengths[:-1], middle[:-1], color=f"C{d - 1}", label=label)   # without the last one, auto
         axis.axhline(1, **GREY)
         finish(axis, run["run"], "tokens drafted at a time", "")
         best = max(run["rows"], key=lambda row: row["speed_up"])

@@ -492,4 +492,4 @@ def test_full_depth_and_exits_are_timed_alike(monkeypatch):
     clocks = []
     monkeypatch.setattr(S, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
     S.time_in_turns({"full depth": list, "exits": list}, 1, "cpu")
-    assert len(clocks) == 2 * 2 * 2                        # two contenders: before and after, warm-up and round
+    assert len(clocks) == 2 + 2 * 2                        # two contenders: before the warm-up, before and after the round
