@@ -20,7 +20,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,7 @@ from lib.ops import check_sampling, norm
 from lib.plots import plot_drafts, plot_frontier
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
+STEP_TOKENS = 16384                              # of the test tokens, those for a policy that goes position by position
 INTERVAL = "{nats:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
@@ -67,22 +68,25 @@ def is_exit_point(cfg, layer):
     return cfg.n_loop == 1 or (layer >= cfg.n_prelude and (layer - cfg.n_prelude + 1) % cfg.n_recur == 0)
 
 
-def score_layers(model, x, y):
+def score_layers(model, x, y, layers):
     """score_exit_points for one batch x, y (B, T); "layers" (L, 3) is summed over the rows."""
     context = model.context(x, model.cfg.n_loop, None)
     states = layer_states(model, x, context)
     S = n_stages(model.cfg)
     final = read(model, S - 1, states[-1], context).float().log_softmax(-1)
     earlier, before = None, begin(model, x, context).state
-    scores = {name: [] for name in ("layers", "ce", "agree", *CRITERIA)}
+    scores = {name: [] for name in ("ce", "agree", *CRITERIA, *layers * ["layers"])}
     for layer, state in enumerate(states):
-        last = layer == len(states) - 1
+        last, boundary = layer == len(states) - 1, is_exit_point(model.cfg, layer)
+        if not (layers or boundary):
+            continue
         logits = read(model, S - 1 if last else 0, state, context)
         logp = logits.float().log_softmax(-1).flatten(0, 1)                        # (N, V)
-        divergence = jsd(logp, final.flatten(0, 1))
-        means = [divergence.mean(), (divergence < 0.5).float().mean(), F.nll_loss(logp, y.flatten())]
-        scores["layers"].append(torch.stack(means) * len(x))
-        if not is_exit_point(model.cfg, layer):
+        if layers:
+            divergence = jsd(logp, final.flatten(0, 1))
+            means = [divergence.mean(), (divergence < 0.5).float().mean(), F.nll_loss(logp, y.flatten())]
+            scores["layers"].append(torch.stack(means) * len(x))
+        if not boundary:
             continue
         scores["ce"].append(F.nll_loss(logp, y.flatten(), reduction="none"))
         scores["agree"].append((logits.argmax(-1) == final.argmax(-1)).flatten())
@@ -93,23 +97,27 @@ def score_layers(model, x, y):
 
 
 @torch.no_grad()
-def score_exit_points(model, batches, label=""):
+def score_exit_points(model, batches, label="", layers=True):
     """Per token, keys and values of the full depth: "ce" (S, N) nats at each exit point, "agree" (S, N) whether its
-    likeliest token is the final one, each criterion (S - 1, N). "layers": mean JSD to the final readout, share of
-    tokens below 0.5 and nats after every effective layer but the coda's, whose last is the final readout."""
+    likeliest token is the final one, each criterion (S - 1, N). layers: also "layers", mean JSD to the final readout,
+    share of tokens below 0.5 and nats after every effective layer but the coda's, whose last is the final readout."""
     parts = []
     for i, (x, y) in enumerate(batches, 1):
-        parts.append(score_layers(model, x, y))
+        parts.append(score_layers(model, x, y, layers))
         progress(f"{label} {i}/{len(batches)} batches of teacher forcing", False)
-    layers = sum(part.pop("layers") for part in parts) / sum(len(x) for x, _ in batches)
+    sums = [part.pop("layers") for part in parts if layers]
     scores = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-    return {**scores, "layers": layers.tolist()}
+    if layers:
+        scores["layers"] = (sum(sums) / sum(len(x) for x, _ in batches)).tolist()
+    return scores
 
 
 def first_below(score, tau):
     """Exit depth (N,), 1 .. S, of scores (S - 1, N): the first below tau, else S."""
-    below = F.pad(score < tau, (0, 0, 0, 1), value=True)
-    return below.int().argmax(0) + 1
+    depth = torch.full(score.shape[1:], len(score) + 1)
+    for s in reversed(range(len(score))):
+        depth = torch.where(score[s] < tau, s + 1, depth)
+    return depth
 
 
 def calibrate(score, target, saving):
@@ -174,10 +182,23 @@ class Bootstrap:
 class TestText:
     """The test tokens of a run, and what all points measured on them share."""
     batches: list                                # [(x, y)], each (B, T)
+    document: torch.Tensor                       # in which each window begins
     scores: dict                                 # of score_exit_points
     interval: Bootstrap
     bytes_per_token: float
     costs: Costs
+
+
+def thin_out(test, n_tokens, batch_size):
+    """About so many of the test tokens: windows evenly spread over those there are."""
+    x, y = (torch.cat(parts) for parts in zip(*test.batches))
+    n, T = x.shape
+    fewer = max(1, min(n, n_tokens // T))
+    kept = torch.arange(fewer) * n // fewer
+    batches = list(zip(x[kept].split(batch_size), y[kept].split(batch_size)))
+    scores = {name: test.scores[name].view(-1, n, T)[:, kept].flatten(1) for name in ("ce", *CRITERIA)}
+    document = test.document[kept]
+    return replace(test, batches=batches, document=document, scores=scores, interval=Bootstrap(document, T))
 
 
 def in_units(nats, bytes_per_token):
@@ -224,8 +245,10 @@ def trace_frontier(test, calibration, criterion, way):
 
 def score_batches(model, batches, rules, kv):
     """Nats and depths (N,) of batches, each with its rule of exit, scored as generation works."""
-    score = score_by_step if model.cfg.n_coda else score_at_once
-    parts = [score(model, x, y, rule, kv) for (x, y), rule in zip(batches, rules)]
+    parts = []
+    for (x, y), rule in zip(batches, rules):
+        score = score_by_step if model.cfg.n_coda and rule.reads else score_at_once
+        parts.append(score(model, x, y, rule, kv))
     return [torch.cat(values).cpu().flatten() for values in zip(*parts)]
 
 
@@ -246,6 +269,25 @@ def score_policy(model, test, point, criterion, kv, generator):
     return {"target": point["target"], "tau": tau, **measure_point(test, depth, nats, random, saving, "charged")}
 
 
+def measure_policies(name, model, test, frontier, a):
+    """The points of the charged frontier again, as generation works, under the policies of --kv. Where that goes one
+    position at a time, on fewer windows, more of them side by side."""
+    by_step = model.cfg.n_coda and CRITERIA[a.criterion]
+    n_tokens = a.policy_tokens or (STEP_TOKENS if by_step else a.tokens)
+    test = thin_out(test, n_tokens, a.batch_size * (4 if by_step else 1))
+    points = [p for p in frontier["charged"][a.criterion] if p["tau"] is not None]
+    kinds = [kv for kv in a.kv if kv == "copy" or (kv == "reuse" and test.costs.looped)]
+    policies, jobs, done, start = {}, len(kinds) * len(points), 0, time.time()
+    for kv in kinds:
+        policies[kv], generator = [], torch.Generator().manual_seed(0)
+        for point in points:
+            policies[kv].append(score_policy(model, test, point, a.criterion, kv, generator))
+            done += 1
+            left = (time.time() - start) / done * (jobs - done)
+            progress(f"{name}: {kv}, point {done}/{jobs}, ETA {duration(left)}", False)
+    return {"policies": policies, "policy_tokens": test.scores["ce"].size(1)}
+
+
 def measure_run(name, model, folder, meta, a):
     """All numbers of one run, as plain Python."""
     cfg, c, device = model.cfg, costs(model), model.table.device
@@ -255,13 +297,13 @@ def measure_run(name, model, folder, meta, a):
         inputs = x.to(device).split(a.batch_size)
         targets = y.to(device).split(a.batch_size)
         batches = list(zip(inputs, targets))
-        scores[split] = score_exit_points(model, batches, f"{name}: {split}")
+        scores[split] = score_exit_points(model, batches, f"{name}: {split}", layers=split == "test")
     # From here on y, document and batches are those of the test text.
     lengths = token_bytes(load_tokenizer(folder))
     bytes_per_token = lengths[y.numpy()].sum().item() / y.numel()
     interval = Bootstrap(document, cfg.block_size)
-    test = TestText(batches, scores["test"], interval, bytes_per_token, c)
-    layers, fixed, frontier, policies = [], [], {}, {}
+    test = TestText(batches, document, scores["test"], interval, bytes_per_token, c)
+    layers, fixed, frontier = [], [], {}
     for i, (divergence, share, nats) in enumerate(test.scores["layers"]):
         layers.append({"layer": i + 1, "jsd": divergence, "below_half": share, "nats": nats,
                        "boundary": is_exit_point(cfg, i)})
@@ -275,21 +317,10 @@ def measure_run(name, model, folder, meta, a):
     oracle = measure_point(test, depth, nats, ce[-1], saved(c, depth, False), "charged")
     for way in ("layers", "charged"):
         frontier[way] = {criterion: trace_frontier(test, scores["val"], criterion, way) for criterion in CRITERIA}
-    # Cache policies at the points of the charged frontier.
-    points = [p for p in frontier["charged"][a.criterion] if p["tau"] is not None]
-    kinds = [kv for kv in a.kv if kv == "copy" or (kv == "reuse" and c.looped)]
-    jobs, done, start = len(kinds) * len(points), 0, time.time()
-    for kv in kinds:
-        policies[kv], generator = [], torch.Generator().manual_seed(0)
-        for point in points:
-            policies[kv].append(score_policy(model, test, point, a.criterion, kv, generator))
-            done += 1
-            left = (time.time() - start) / done * (jobs - done)
-            progress(f"{name}: {kv}, point {done}/{jobs}, ETA {duration(left)}", False)
     return {"run": name, "stages": c.stages, "looped": c.looped, "criterion": a.criterion, "costs": asdict(c),
             "tokens": y.numel(), "calibration_tokens": texts["val"][1].numel(), "unit": interval.unit,
             "units": interval.groups, "bytes_per_token": bytes_per_token, "layers": layers, "fixed": fixed,
-            "oracle": oracle, "frontier": frontier, "policies": policies}
+            "oracle": oracle, "frontier": frontier, **measure_policies(name, model, test, frontier, a)}
 
 
 def print_points(title, points):
@@ -329,7 +360,8 @@ def print_run(result):
                  frontier["layers"][criterion])
     print_points(f"{criterion}, tests charged, keys and values of the full depth", frontier["charged"][criterion])
     for kv, points in result["policies"].items():
-        print_points(f"{criterion}, tests charged, scored as generation works: {kv}", points)
+        print_points(f"{criterion}, tests charged, scored as generation works ({result['policy_tokens']} tokens): {kv}",
+                     points)
     print("\noracle (leaves when its likeliest token is the final one; no tests): saves {saved[layers]:.1%} of the "
           "layers, {saved[charged]:.1%} charged; nats lost ".format(**result["oracle"])
           + INTERVAL.format(**result["oracle"]["lost"]))
@@ -359,6 +391,8 @@ def parse(argv=None):
                         "that the model allows); when generating, the one to use (default: reuse, without a loop copy)")
     add("--tokens", 65536, "test tokens, and as many validation tokens for tau")
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, for a first look")
+    add("--policy_tokens", 0, f"of the test tokens, those for the policies copy and reuse; 0: all, or {STEP_TOKENS:,} "
+        "where a coda makes them slow")
     add("--batch_size", 16, "windows scored side by side")
     parser.add_argument("--prompt", nargs="+", help="generate from these texts instead")
     add("--exit_tau", 1.0, "tau of the generation; 0 never exits")
@@ -379,7 +413,7 @@ def parse(argv=None):
     add("--json", "", "file to write the numbers to instead of OUT_DIR/early_exit.json")
     a = parser.parse_args(argv)
     require_at_least(a, tokens=1, batch_size=1, max_new_tokens=1, rounds=1, threads=0)
-    require_at_least(a, exit_tau=0, draft_passes=0, temperature=0, top_k=0, seed=0)
+    require_at_least(a, policy_tokens=0, exit_tau=0, draft_passes=0, temperature=0, top_k=0, seed=0)
 
     def given(*names):
         return [name for name in names if getattr(a, name) != parser.get_default(name)]

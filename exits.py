@@ -11,8 +11,8 @@ entropy). What later tokens find in the skipped slots of the KV cache is one of 
     copy    the skipped layers project them from the exit state, as the next pass would (CALM, arXiv 2207.07061)
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
-copy and reuse work one position at a time, as generation does; without a coda score_at_once gives the same for whole
-windows. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it exits
+copy and reuse work one position at a time, as generation does; score_at_once gives the same for whole windows, without
+a coda or where no test looks at its readout. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it exits
 with. A prompt goes through the same loop as what follows, token by token.
 
 A stage is what runs between two exit points: a pass of the loop, or a layer of an unlooped model.
@@ -301,13 +301,13 @@ class Merged:
 
 @torch.inference_mode()
 def score_at_once(model, x, y, rule, kv="reuse"):
-    """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
-    It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
-    would see the state with which each of them exits, later in this order."""
-    S, cache = n_stages(model.cfg), Merged()
-    context = model.context(x, model.cfg.n_loop, None)._replace(cache=cache)
-    nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
-    active = torch.ones_like(x, dtype=torch.bool)                                  # tokens still in the loop
+    """What score_by_step gives, stage by stage over whole windows, several times as fast; for a model without a coda, or
+    a rule that looks at no readout. It is exact because the keys that stage s of a token sees depend on earlier tokens'
+    stages up to s only. A coda's readout sees the state with which each of them exits, later in this order."""
+    cfg, S, cache = model.cfg, n_stages(model.cfg), Merged()
+    whole = model.context(x, cfg.n_loop, None)
+    context = whole._replace(cache=cache)
+    depth, active = torch.full_like(x, S), torch.ones_like(x, dtype=torch.bool)    # active: tokens still in the loop
     rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
     at = begin(model, x, context)
     for s in range(S):
@@ -316,17 +316,17 @@ def score_at_once(model, x, y, rule, kv="reuse"):
             freeze(model, s, at, context, kv, just_left=depth == s)
         before, new = at, advance(model, s, at, context)
         at = InLoop(*choose(active, (new.e, new.h, new.state), (at.e, at.h, at.state)))
-        leave = active
-        if s < S - 1:
-            if rule.reads:
-                at.logits = read(model, s, at.state, context)
-            leave = active & rule.leave(s, rows, positions, at, before)
-        if leave.any():
-            logits = read(model, s, at.state[leave][None], context)[0] if at.logits is None else at.logits[leave]
-            nats[leave] = F.cross_entropy(logits.float(), y[leave], reduction="none")
-            depth[leave] = s + 1
+        if s == S - 1:
+            break
+        if rule.reads:
+            at.logits = read(model, s, at.state, context)
+        leave = active & rule.leave(s, rows, positions, at, before)
+        depth[leave] = s + 1
         active = active & ~leave
-    return nats, depth
+    logits = read(model, S - 1, at.state, whole)
+    if cfg.readout == "final":                   # an exit before the last is read without the norm
+        logits, = choose(depth == S, [logits], [read(model, 0, at.state, whole)])
+    return F.cross_entropy(logits.float().transpose(1, 2), y, reduction="none"), depth
 
 
 def freeze(model, s, at, context, kv, just_left):
