@@ -1,6 +1,6 @@
 """
-Drafting: a looped model guesses its own next tokens with fewer passes, then checks the guesses with all of them, several
-in one call. The text is that of the full model: the same tokens when greedy, the same distribution when sampled.
+Drafting: a looped model guesses its own next tokens with fewer passes, then checks several guesses in one call with all
+passes. The text is that of the full model: the same tokens when greedy, the same distribution when sampled.
 
 Decoding reads all weights in every pass of every token, and at batch 1 that is what takes the time. A round of drafting
 
@@ -71,8 +71,8 @@ def draft(model, tokens, cache, d, n, sampler):
 
 def verify(model, e, h, cache, d, n):
     """Logits (B, n + 1, V) of the full model after the newest token and after each of the n guesses, from e and the
-    state h after d passes (B, T + n, ...)."""
-    context = model.context(e[..., 0], cache.n_loop, cache)
+    state h after d passes (B, T + n, ...), whose keys and values are in the cache."""
+    context = model.context(e[..., 0], cache.n_loop, cache)                        # of these positions, any (B, T + n)
     for k in range(d, cache.n_loop):
         h = model.one_pass(e, h, k, context)
     return model.logits(model.read(h), context, cache.n_loop, last=n + 1)
@@ -84,8 +84,8 @@ def accept(p, q, guesses, sampler):
     draw from max(0, p - q), rescaled, which together is a draw from p (arXiv 2211.17192, section 2.3). Greedy, p and q
     have one token each, and a guess is kept where they agree.
 
-    Rows stay equally long: all stop where the first of them refuses, and a row that keeps its guess there keeps it. This
-    is exact too, since whether a row stops does not depend on the guesses that it then drops."""
+    Rows stay equally long: all stop where the first of them refuses, and the others keep their guess there. This is
+    exact, too, since whether a row stops does not depend on the guesses that it then drops."""
     for i, (guess, drafted) in enumerate(zip(guesses, q)):
         full = p[:, i]                                                             # (B, V)
         chance = torch.rand(guess.shape, device=guess.device, generator=sampler.generator)
@@ -122,7 +122,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, *, draft_p
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
     sampler, rounds = Sampler(temperature, top_k, generator), []
     cost = model.flops_per_token(cfg, d, train=False) / model.flops_per_token(cfg, K, train=False)
-    end, start, cache = idx.size(1) + max_new_tokens, max(0, idx.size(1) - size), KVCache(cfg, idx.size(0), K)
+    end, start = idx.size(1) + max_new_tokens, max(0, idx.size(1) - size)
+    cache = KVCache(cfg, idx.size(0), K)
     with torch.inference_mode():
         while idx.size(1) < end:
             if idx.size(1) - start > size:       # a full window restarts from its last half

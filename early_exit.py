@@ -10,9 +10,10 @@ drafting, which costs nothing: early passes guess the next tokens, the others ch
     python early_exit.py --ckpt out/x --prompt "The state" --draft_passes=1    # generate, with and without drafting
     python early_exit.py --ckpt out/a out/b --draft_study      # how much faster, by passes and length of the drafts
 
-exits.py has the mechanism of exits, draft.py that of drafting, exit_speed.py takes the times. Here tokens of known text are scored: with keys and values of the full depth, as the paper
-does, and as generation works. tau comes from validation text, everything else from test text. Every point is compared
-with a fixed smaller depth and with random exits that save the same FLOPs. Arithmetic is fp32.
+exits.py has the mechanism of exits, draft.py that of drafting, exit_speed.py takes the times. Here tokens of known
+text are scored: with keys and values of the full depth, as the paper does, and as generation works. tau comes from
+validation text, everything else from test text. Every point is compared with a fixed smaller depth and with random
+exits that save the same FLOPs. Arithmetic is fp32.
 
 Shapes: B rows, T positions, S exit points, the last of which is the whole model, N tokens.
 """

@@ -3,6 +3,7 @@ What exits (exits.py) and drafting (draft.py) save by the clock. Contenders take
 so that a machine whose speed drifts slows all of them alike; ratios are taken within a round. early_exit.py has the
 commands.
 """
+import itertools
 from functools import partial
 
 import numpy as np
@@ -88,7 +89,8 @@ def plan_depths(c, n, target, tests, kv="reuse"):
 
 def time_schedules(model, a):
     """Times of schedules of exits that save the shares of --force_saved, with tests computed as if they decided."""
-    c, tests, device = costs(model), CRITERIA[a.criterion], model.table.device
+    c, device = costs(model), model.table.device
+    tests = CRITERIA[a.criterion]
     T = model.cfg.block_size
     kv = a.kv[0]
     ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
@@ -126,7 +128,9 @@ def time_prompts(model, folder, a):
         print(f"mean {np.mean(depth):.2f} of {c.stages}; FLOPs saved: layers {saving['layers']:.1%}, with head "
               f"{saving['head']:.1%}, with tests {saving['charged']:.1%}")
         ids = torch.tensor(row[:-1], device=model.table.device)
-        contenders = {"full depth": partial(decode, model, ids, None, kv), "exits": partial(decode, model, ids, rule, kv)}
+        contenders = {}
+        for name, this in (("full depth", None), ("exits", rule)):
+            contenders[name] = partial(decode, model, ids, this, kv)
         times = time_in_turns(contenders, a.rounds, ids.device)
         print(f"{len(ids) / np.median(times['full depth']):7.1f} tokens/s without exits")
         print(f"{len(ids) / np.median(times['exits']):7.1f} tokens/s with exits")
@@ -137,9 +141,9 @@ def time_prompts(model, folder, a):
 
 # --- drafting ---
 def acceptance(rounds):
-    """Share of the guesses accepted at each position of a draft, of those that were tested. rounds of draft.generate."""
+    """Share of the guesses accepted at each position of a draft, of those tested. rounds: of draft.generate."""
     shares = []
-    for i in range(max(drafted for drafted, _ in rounds)):
+    for i in itertools.count():
         tested = [accepted > i for drafted, accepted in rounds if drafted > i and accepted >= i]
         if not tested:
             break
@@ -152,7 +156,8 @@ def write(model, prompts, a, **how):
     draft_tokens, or nothing for model.generate."""
     texts, rounds = [], []
     for i, prompt in enumerate(prompts):
-        generator = torch.Generator(prompt.device).manual_seed(a.seed + i)
+        seed = a.seed + i
+        generator = torch.Generator(prompt.device).manual_seed(seed)
         asked = (prompt, a.max_new_tokens, a.temperature, a.top_k)
         if how:
             text, of_this = draft.generate(model, *asked, **how, generator=generator)
@@ -168,7 +173,10 @@ def compare_texts(texts, plain, temperature):
     if temperature:
         return "sampled: other draws from the same distribution"
     same = sum(map(torch.equal, texts, plain))
-    return "the same text" if same == len(plain) else f"{same} of {len(plain)} texts the same, the others from a tie on"
+    n = len(plain)
+    if same == n:
+        return "the same text"
+    return f"{same} of {n} texts the same, the others up to a tie"
 
 
 def time_drafts(model, folder, a):
@@ -181,11 +189,16 @@ def time_drafts(model, folder, a):
         texts, rounds = write(model, prompts, a, **how)
         text = tokenizer.decode(texts[0][0].tolist())
         shares = acceptance(rounds)
-        print(f"\n{text}\n\naccepted by position of the draft: " + " ".join(f"{share:.0%}" for share in shares)
-              + f"; {a.max_new_tokens / len(rounds):.2f} tokens a round; " + compare_texts(texts, plain, a.temperature))
-        contenders = {"plain": partial(write, model, prompts, a), "drafts": partial(write, model, prompts, a, **how)}
+        by_position = " ".join(f"{share:.0%}" for share in shares)
+        per_round = a.max_new_tokens / len(rounds)
+        print(f"\n{text}\n\naccepted by position of the draft: {by_position}; {per_round:.2f} tokens a round; "
+              + compare_texts(texts, plain, a.temperature))
+        contenders = {"plain": partial(write, model, prompts, a)}
+        contenders["drafts"] = partial(write, model, prompts, a, **how)
         times = time_in_turns(contenders, a.rounds, device)
-        rates = {name: a.max_new_tokens / float(np.median(seconds)) for name, seconds in times.items()}
+        rates = {}
+        for name, seconds in times.items():
+            rates[name] = a.max_new_tokens / float(np.median(seconds))
         ratio = compare(times, "drafts", "plain")
         print("{plain:7.1f} tokens/s without drafting\n{drafts:7.1f} tokens/s with drafting".format(**rates)
               + ": {speed_up:.2f} [{low:.2f}, {high:.2f}] times as fast".format(**ratio))
@@ -195,26 +208,30 @@ def time_drafts(model, folder, a):
 
 def study_drafts(name, model, prompts, a):
     """Every number of draft passes with every length, beside model.generate, on prompts [(1, T)]."""
-    plain, _ = write(model, prompts, a)
-    contenders, rows = {"plain": partial(write, model, prompts, a)}, []
-    for d in range(1, model.cfg.n_loop):
-        for n in LENGTHS:
-            how = {"draft_passes": d, "draft_tokens": n}
-            texts, rounds = write(model, prompts, a, **how)
-            rows.append({**how, "tokens_per_round": len(prompts) * a.max_new_tokens / len(rounds),
-                         "acceptance": acceptance(rounds), "text": compare_texts(texts, plain, a.temperature)})
-            contenders[d, n] = partial(write, model, prompts, a, **how)
-    times = time_in_turns(contenders, a.rounds, model.table.device, name)
+    K = model.cfg.n_loop
     written = len(prompts) * a.max_new_tokens
-    for row in rows:
-        row.update(compare(times, (row["draft_passes"], row["draft_tokens"]), "plain"))
+    plain, _ = write(model, prompts, a)
+    contenders = {"plain": partial(write, model, prompts, a)}
+    rows = []
+    for d, n in itertools.product(range(1, K), LENGTHS):
+        how = {"draft_passes": d, "draft_tokens": n}
+        texts, rounds = write(model, prompts, a, **how)
+        shares = acceptance(rounds)
+        verdict = compare_texts(texts, plain, a.temperature)
+        per_round = written / len(rounds)
+        rows.append({**how, "tokens_per_round": per_round, "acceptance": shares, "text": verdict})
+        contenders[d, n] = partial(write, model, prompts, a, **how)
+    times = time_in_turns(contenders, a.rounds, model.table.device, name)
     rate = written / float(np.median(times["plain"]))
-    print(f"\n{name}: {model.cfg.n_loop} passes; {written} tokens after {len(prompts)} prompts of the test text, batch 1, "
-          f"temperature {a.temperature:g}, {torch.get_num_threads()} threads; {rate:.1f} tokens/s without drafting\n"
+    print(f"\n{name}: {K} passes; {written} tokens after {len(prompts)} prompts of the test text, batch 1, temperature "
+          f"{a.temperature:g}, {torch.get_num_threads()} threads; {rate:.1f} tokens/s without drafting\n"
           f"passes drafted  tokens a round  times as fast       accepted by position")
     for row in rows:
-        shares = " ".join(f"{share:4.0%}" for share in row["acceptance"])
-        print("{draft_passes:6d} {draft_tokens!s:>7} {tokens_per_round:15.2f}  {speed_up:.2f} [{low:.2f}, {high:.2f}]   "
-              .format(**row) + f"{shares}   {row['text']}")
-    return {"run": name, "n_loop": model.cfg.n_loop, "temperature": a.temperature, "tokens": written,
-            "plain_tokens_per_s": rate, "rows": rows}
+        contender = row["draft_passes"], row["draft_tokens"]
+        row.update(compare(times, contender, "plain"))
+        numbers = ("{draft_passes:6d} {draft_tokens!s:>7} {tokens_per_round:15.2f}  {speed_up:.2f} [{low:.2f}, "
+                   "{high:.2f}]").format(**row)
+        by_position = " ".join(f"{share:4.0%}" for share in row["acceptance"])
+        print(f"{numbers}   {by_position}   {row['text']}")
+    return {"run": name, "n_loop": K, "temperature": a.temperature, "tokens": written, "plain_tokens_per_s": rate,
+            "rows": rows}

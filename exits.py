@@ -12,8 +12,8 @@ entropy). What later tokens find in the skipped slots of the KV cache is one of 
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
 copy and reuse work one position at a time, as generation does; score_at_once gives the same for whole windows, without
-a coda or where no test looks at its readout. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it exits
-with. A prompt goes through the same loop as what follows, token by token.
+a coda or where no test looks at its readout. The coda has one cache for all tokens, whatever their depth: a token's
+keys there come from the state it exits with. A prompt goes through the same loop as what follows, token by token.
 
 A stage is what runs between two exit points: a pass of the loop, or a layer of an unlooped model.
 
@@ -301,9 +301,9 @@ class Merged:
 
 @torch.inference_mode()
 def score_at_once(model, x, y, rule, kv="reuse"):
-    """What score_by_step gives, stage by stage over whole windows, several times as fast; for a model without a coda, or
-    a rule that looks at no readout. It is exact because the keys that stage s of a token sees depend on earlier tokens'
-    stages up to s only. A coda's readout sees the state with which each of them exits, later in this order."""
+    """What score_by_step gives, stage by stage over whole windows, several times as fast: for a model without a coda,
+    or a rule that looks at no readout. It is exact because the keys that stage s of a token sees depend on earlier
+    tokens' stages up to s only. A coda's readout sees the state with which each of them exits, later in this order."""
     cfg, S, cache = model.cfg, n_stages(model.cfg), Merged()
     whole = model.context(x, cfg.n_loop, None)
     context = whole._replace(cache=cache)

@@ -245,22 +245,28 @@ def frontier_title(results):
 
 def plot_drafts(results, path):
     """results: what early_exit.py --draft_study writes to draft_study.json; a panel for each run."""
-    fig, axes = pyplot().subplots(1, len(results), figsize=(1 + 5 * len(results), 4.6), sharey=True, squeeze=False)
+    n = len(results)
+    fig, axes = pyplot().subplots(1, n, figsize=(1 + 5 * n, 4.6), sharey=True, squeeze=False)
     titles = []
     for axis, run in zip(axes[0], results):
-        for d in range(1, run["n_loop"]):
+        K = run["n_loop"]
+        for d in range(1, K):
+            colour = f"C{d - 1}"
             rows = [row for row in run["rows"] if row["draft_passes"] == d]
             middle = values(rows, "speed_up")
-            below, above = middle - values(rows, "low"), values(rows, "high") - middle
+            below = middle - values(rows, "low")
+            above = values(rows, "high") - middle
             lengths = [str(row["draft_tokens"]) for row in rows]
-            axis.errorbar(lengths, middle, [below, above], fmt="o", color=f"C{d - 1}")
-            label = f"drafts of {d} of {run['n_loop']} passes"
-            axis.plot(lengths[:-1], middle[:-1], color=f"C{d - 1}", label=label)   # without the last one, auto
+            axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
+            *numbers, auto = lengths
+            axis.plot(numbers, middle[:-1], color=colour, label=f"drafts of {d} of {K} passes")
         axis.axhline(1, **GREY)
-        finish(axis, run["run"], "tokens drafted at a time", "")
-        best = max(run["rows"], key=lambda row: row["speed_up"])
-        titles.append("{run} {0:.2f}".format(best["speed_up"], **run))
-    axes[0, 0].set_ylabel("tokens per second, in units of plain decoding")
+        name = run["run"]
+        finish(axis, name, "tokens drafted at a time", "")
+        best = max(values(run["rows"], "speed_up"))
+        titles.append(f"{name} {best:.2f}")
+    first = axes[0, 0]
+    first.set_ylabel("tokens per second, in units of plain decoding")
     fig.suptitle(f"the same text, times as fast: {', '.join(titles)}")
     save(fig, path)
 

@@ -77,7 +77,7 @@ def test_drafts_that_are_always_right():
 
 
 def test_a_window_that_ends_within_a_draft():
-    """12 positions: a draft of 8 after 7 tokens has room for 5; then the window begins anew with 6 tokens, room for 6."""
+    """12 positions: a draft of 8 after 7 tokens has room for 5; the next window begins with 6 tokens, room for 6."""
     model, x = small(**PLAIN, block_size=12), tokens(1, 7)
     plain = model.generate(x, 14, temperature=0)
     replace_draft_readout(model, lambda position: torch.zeros(1, 100).index_fill_(1, plain[0, position], 1))
@@ -215,7 +215,8 @@ def test_the_distribution_is_what_is_sampled_from():
     expected = (logits / 0.7).masked_fill(logits < top, -torch.inf).softmax(-1)
     torch.testing.assert_close(ops.distribution(logits, 0.7, 3), expected)
     torch.testing.assert_close(ops.distribution(logits[:, None], 0.7, 3), expected[:, None])
-    assert torch.equal(ops.distribution(logits, 0).argmax(-1), logits.argmax(-1)) and ops.distribution(logits, 0).sum() == 3
+    greedy = ops.distribution(logits, 0)
+    assert torch.equal(greedy.argmax(-1), logits.argmax(-1)) and greedy.sum() == 3
 
 
 # --- how many ---
