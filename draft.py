@@ -27,7 +27,7 @@ from lib.ops import check_sampling, distribution
 from model import KVCache
 
 MOST = 8                                         # tokens that draft_tokens="auto" drafts in a round, at most
-POSITION = 0.06                                  # what one more position in a call adds to its time (results/bench.md)
+POSITION = 0.08                                  # what one more position in a call adds to its time (results/bench.md)
 
 
 class Sampler(NamedTuple):
