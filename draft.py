@@ -40,6 +40,8 @@ class Sampler(NamedTuple):
         return distribution(logits.float(), self.temperature, self.top_k)
 
     def draw(self, weights):                     # (B, 1) from weights (B, V), which need not sum to 1
+        if self.temperature == 0:                # all weight is on one token
+            return weights.argmax(-1, keepdim=True)
         return torch.multinomial(weights, 1, generator=self.generator)
 
 

@@ -472,13 +472,17 @@ def main(argv=None):
     name = "draft_study" if a.draft_study else "early_exit"
     target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / f"{name}.json"
     check_writable("--out_dir or --json", out, target.parent if target else out)
-    if a.prompt:
-        results = (time_drafts if a.draft_passes else time_prompts)(model, folder, a)
+    if a.draft_passes:
+        results = time_drafts(model, folder, a)
+    elif a.prompt:
+        results = time_prompts(model, folder, a)
     elif a.force_saved:
         results = time_schedules(model, a)
     elif a.draft_study:
-        results = [study_drafts(run.name, model, starts_of_texts(model, folder, meta), a)
-                   for run, model, folder, meta in runs]
+        results = []
+        for run, model, folder, meta in runs:
+            prompts = starts_of_texts(model, folder, meta)
+            results.append(study_drafts(run.name, model, prompts, a))
         plot_drafts(results, out / "draft_study.png")
     else:
         results = []

@@ -267,7 +267,7 @@ def plot_drafts(results, path):
         titles.append(f"{name} {best:.2f}")
     first = axes[0, 0]
     first.set_ylabel("tokens per second, in units of plain decoding")
-    fig.suptitle(f"the same text, times as fast: {', '.join(titles)}")
+    fig.suptitle(f"how many times as fast as plain decoding, at best: {', '.join(titles)}")
     save(fig, path)
 
 
