@@ -12,10 +12,9 @@ Decoding reads all weights in every pass of every token, and at batch 1 that is 
 The draft is no second model: it has the same weights, and the verification goes on from its states, with its keys and
 values of passes 1 .. d. Speculative decoding is arXiv 2211.17192, drafting with part of the same layers 2404.16710.
 
-What is in the cache: the newest token of the text is not, since its passes begin with the next round (in the first one
-that holds for the whole prompt). Drafted tokens fill the slots of passes 1 .. d as they come, the verification those of
-the later passes. The coda, if there is one, sees draft states where a token is drafted; the verification puts the keys
-and values of the full depth there.
+In the cache, drafted tokens fill the slots of passes 1 .. d, the verification those of the later passes. The coda, if
+there is one, sees draft states where a token is drafted; the verification puts the full depth there. The newest token
+of the text is never in the cache: its passes begin with the next round, as those of the whole prompt with the first.
 
 Shapes: B rows, T new tokens, n drafted ones, D width, V vocabulary.
 """
@@ -118,7 +117,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, *, draft_p
     draft_tokens: n, or "auto", by what was accepted so far. ValueError, a sentence, for what cannot be."""
     cfg, d = model.cfg, draft_passes
     K, size = cfg.n_loop if n_loop is None else n_loop, cfg.block_size
-    check_drafting(K, draft_passes, draft_tokens)
+    check_drafting(K, d, draft_tokens)
     check_sampling(temperature, top_k)
     if idx.size(1) < 1:
         raise ValueError("the prompt is empty: give at least one token, such as <|endoftext|>")
