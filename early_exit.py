@@ -1,15 +1,19 @@
 """
-Early exits: let a token leave the loop as soon as its prediction is certain, and measure what that saves and costs.
+Early exits: let a token leave the loop as soon as its prediction is certain, and measure what that saves and costs. And
+drafting, which costs nothing: early passes guess the next tokens, the others check them.
 
     python train.py --loss=per_loop --out_dir=out/x            # supervise every pass; terminal models work, badly
     python early_exit.py --ckpt out/x                          # convergence, frontier, KV policies; table, PNG, JSON
     python early_exit.py --ckpt out/a out/b                    # frontiers of several runs in one plot
     python early_exit.py --ckpt out/x --prompt "The state" --exit_tau 2        # generate, with and without exits
     python early_exit.py --ckpt out/x --force_saved 30 50      # time of a schedule of exits that saves these FLOPs
+    python early_exit.py --ckpt out/x --prompt "The state" --draft_passes=1    # generate, with and without drafting
+    python early_exit.py --ckpt out/a out/b --draft_study      # how much faster, by passes and length of the drafts
 
-exits.py has the mechanism. Here tokens of known text are scored: with keys and values of the full depth, as the paper
-does, and as generation works. tau comes from validation text, everything else from test text. Every point is compared
-with a fixed smaller depth and with random exits that save the same FLOPs. Arithmetic is fp32.
+exits.py has the mechanism of exits, draft.py that of drafting, exit_speed.py takes the times. Here tokens of known
+text are scored: with keys and values of the full depth, as the paper does, and as generation works. tau comes from
+validation text, everything else from test text. Every point is compared with a fixed smaller depth and with random
+exits that save the same FLOPs. Arithmetic is fp32.
 
 Shapes: B rows, T positions, S exit points, the last of which is the whole model, N tokens.
 """
@@ -17,7 +21,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +30,19 @@ import torch.nn.functional as F
 
 from data.load import even_starts, read_windows
 from data.prepare import load_tokenizer, token_bytes
-from exits import (CRITERIA, Costs, RowCache, begin, costs, doubt, exit_at, exit_below, generate, jsd, n_stages, read,
-                   saved, score_at_once, score_by_step, step)
+from draft import check_drafting
+from exit_cost import Costs, costs, exit_chance, neighbours, saved, savings_by_depth
+from exit_speed import study_drafts, time_drafts, time_prompts, time_schedules
+from exits import CRITERIA, begin, doubt, exit_at, exit_below, jsd, n_stages, read, score_at_once, score_by_step
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
-from lib.machine import pick_device, read_clock
+from lib.machine import pick_device
 from lib.ops import check_sampling, norm
-from lib.plots import plot_frontier
-from model import KVCache
+from lib.plots import plot_drafts, plot_frontier
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
+STEP_TOKENS = 16384                              # of the test tokens, those for a policy that goes position by position
 INTERVAL = "{nats:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
@@ -63,22 +69,25 @@ def is_exit_point(cfg, layer):
     return cfg.n_loop == 1 or (layer >= cfg.n_prelude and (layer - cfg.n_prelude + 1) % cfg.n_recur == 0)
 
 
-def score_layers(model, x, y):
+def score_layers(model, x, y, layers):
     """score_exit_points for one batch x, y (B, T); "layers" (L, 3) is summed over the rows."""
     context = model.context(x, model.cfg.n_loop, None)
     states = layer_states(model, x, context)
     S = n_stages(model.cfg)
     final = read(model, S - 1, states[-1], context).float().log_softmax(-1)
     earlier, before = None, begin(model, x, context).state
-    scores = {name: [] for name in ("layers", "ce", "agree", *CRITERIA)}
+    scores = {name: [] for name in ("ce", "agree", *CRITERIA, *layers * ["layers"])}
     for layer, state in enumerate(states):
-        last = layer == len(states) - 1
+        last, boundary = layer == len(states) - 1, is_exit_point(model.cfg, layer)
+        if not (layers or boundary):
+            continue
         logits = read(model, S - 1 if last else 0, state, context)
         logp = logits.float().log_softmax(-1).flatten(0, 1)                        # (N, V)
-        divergence = jsd(logp, final.flatten(0, 1))
-        means = [divergence.mean(), (divergence < 0.5).float().mean(), F.nll_loss(logp, y.flatten())]
-        scores["layers"].append(torch.stack(means) * len(x))
-        if not is_exit_point(model.cfg, layer):
+        if layers:
+            divergence = jsd(logp, final.flatten(0, 1))
+            means = [divergence.mean(), (divergence < 0.5).float().mean(), F.nll_loss(logp, y.flatten())]
+            scores["layers"].append(torch.stack(means) * len(x))
+        if not boundary:
             continue
         scores["ce"].append(F.nll_loss(logp, y.flatten(), reduction="none"))
         scores["agree"].append((logits.argmax(-1) == final.argmax(-1)).flatten())
@@ -89,23 +98,27 @@ def score_layers(model, x, y):
 
 
 @torch.no_grad()
-def score_exit_points(model, batches, label=""):
+def score_exit_points(model, batches, label="", layers=True):
     """Per token, keys and values of the full depth: "ce" (S, N) nats at each exit point, "agree" (S, N) whether its
-    likeliest token is the final one, each criterion (S - 1, N). "layers": mean JSD to the final readout, share of
-    tokens below 0.5 and nats after every effective layer but the coda's, whose last is the final readout."""
+    likeliest token is the final one, each criterion (S - 1, N). layers: also "layers", mean JSD to the final readout,
+    share of tokens below 0.5 and nats after every effective layer but the coda's, whose last is the final readout."""
     parts = []
     for i, (x, y) in enumerate(batches, 1):
-        parts.append(score_layers(model, x, y))
+        parts.append(score_layers(model, x, y, layers))
         progress(f"{label} {i}/{len(batches)} batches of teacher forcing", False)
-    layers = sum(part.pop("layers") for part in parts) / sum(len(x) for x, _ in batches)
+    sums = [part.pop("layers") for part in parts if layers]
     scores = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
-    return {**scores, "layers": layers.tolist()}
+    if layers:
+        scores["layers"] = (sum(sums) / sum(len(x) for x, _ in batches)).tolist()
+    return scores
 
 
 def first_below(score, tau):
     """Exit depth (N,), 1 .. S, of scores (S - 1, N): the first below tau, else S."""
-    below = F.pad(score < tau, (0, 0, 0, 1), value=True)
-    return below.int().argmax(0) + 1
+    depth = torch.full(score.shape[1:], len(score) + 1)
+    for s in reversed(range(len(score))):
+        depth = torch.where(score[s] < tau, s + 1, depth)
+    return depth
 
 
 def calibrate(score, target, saving):
@@ -133,6 +146,13 @@ def load_windows(folder, meta, split, n_tokens, T):
     x, y = read_windows(path, meta["dtype"], starts, T)
     document = (np.fromfile(path, dtype=meta["dtype"]) == meta["eot"]).cumsum()
     return x, y, torch.from_numpy(document[starts])
+
+
+def starts_of_texts(model, folder, meta, n=4):
+    """Prompts [(1, T / 8)] for the study of drafting: where n windows spread over the test text begin."""
+    T = model.cfg.block_size
+    x, _, _ = load_windows(folder, meta, "test", n * T, T)
+    return list(x[:n, :max(1, T // 8)].to(model.table.device).split(1))
 
 
 class Bootstrap:
@@ -163,38 +183,28 @@ class Bootstrap:
 class TestText:
     """The test tokens of a run, and what all points measured on them share."""
     batches: list                                # [(x, y)], each (B, T)
+    document: torch.Tensor                       # in which each window begins
     scores: dict                                 # of score_exit_points
     interval: Bootstrap
     bytes_per_token: float
     costs: Costs
 
 
+def thin_out(test, n_tokens, batch_size):
+    """About so many of the test tokens: windows evenly spread over those there are."""
+    x, y = (torch.cat(parts) for parts in zip(*test.batches))
+    n, T = x.shape
+    fewer = max(1, min(n, n_tokens // T))
+    kept = torch.arange(fewer) * n // fewer
+    batches = list(zip(x[kept].split(batch_size), y[kept].split(batch_size)))
+    scores = {name: test.scores[name].view(-1, n, T)[:, kept].flatten(1) for name in ("ce", *CRITERIA)}
+    document = test.document[kept]
+    return replace(test, batches=batches, document=document, scores=scores, interval=Bootstrap(document, T))
+
+
 def in_units(nats, bytes_per_token):
     """Nats per token, also as perplexity and as bits per byte."""
     return {"nats": nats, "ppl": math.exp(nats), "bpb": nats / math.log(2) / bytes_per_token}
-
-
-def savings_by_depth(c, way, tests=False, kv="reuse"):
-    """What 1 .. S stages for every token save."""
-    return [saved(c, torch.tensor([d]), tests, kv)[way] for d in range(1, c.stages + 1)]
-
-
-def neighbours(savings, saving):
-    """(d, share): to save this, a share of the tokens takes d stages, the rest d + 1. savings: of 1 .. S stages."""
-    d, saving = 1, max(saving, savings[-1])
-    while saving < savings[d]:
-        d += 1
-    more, less = savings[d - 1], savings[d]
-    return d, min(1.0, (saving - less) / (more - less))
-
-
-def exit_chance(c, depth, saving, way, kv):
-    """Random exits take the depths (N,) with this chance, else all stages, so that they save what the exits save: 1
-    when counted by layers, less when charged, since random exits need no tests."""
-    at_chance_1 = saved(c, depth, False, kv)[way]
-    if at_chance_1 <= 0:
-        return 0.0
-    return max(0.0, min(1.0, saving[way] / at_chance_1))
 
 
 def measure_point(test, depth, nats, random, saving, way):
@@ -236,8 +246,10 @@ def trace_frontier(test, calibration, criterion, way):
 
 def score_batches(model, batches, rules, kv):
     """Nats and depths (N,) of batches, each with its rule of exit, scored as generation works."""
-    score = score_by_step if model.cfg.n_coda else score_at_once
-    parts = [score(model, x, y, rule, kv) for (x, y), rule in zip(batches, rules)]
+    parts = []
+    for (x, y), rule in zip(batches, rules):
+        score = score_by_step if model.cfg.n_coda and rule.reads else score_at_once
+        parts.append(score(model, x, y, rule, kv))
     return [torch.cat(values).cpu().flatten() for values in zip(*parts)]
 
 
@@ -258,6 +270,25 @@ def score_policy(model, test, point, criterion, kv, generator):
     return {"target": point["target"], "tau": tau, **measure_point(test, depth, nats, random, saving, "charged")}
 
 
+def measure_policies(name, model, test, frontier, a):
+    """The points of the charged frontier again, as generation works, under the policies of --kv. Where that goes one
+    position at a time, on fewer windows, more of them side by side."""
+    by_step = model.cfg.n_coda and CRITERIA[a.criterion]
+    n_tokens = a.policy_tokens or (STEP_TOKENS if by_step else a.tokens)
+    test = thin_out(test, n_tokens, a.batch_size * (4 if by_step else 1))
+    points = [p for p in frontier["charged"][a.criterion] if p["tau"] is not None]
+    kinds = [kv for kv in a.kv if kv == "copy" or (kv == "reuse" and test.costs.looped)]
+    policies, jobs, done, start = {}, len(kinds) * len(points), 0, time.time()
+    for kv in kinds:
+        policies[kv], generator = [], torch.Generator().manual_seed(0)
+        for point in points:
+            policies[kv].append(score_policy(model, test, point, a.criterion, kv, generator))
+            done += 1
+            left = (time.time() - start) / done * (jobs - done)
+            progress(f"{name}: {kv}, point {done}/{jobs}, ETA {duration(left)}", False)
+    return {"policies": policies, "policy_tokens": test.scores["ce"].size(1)}
+
+
 def measure_run(name, model, folder, meta, a):
     """All numbers of one run, as plain Python."""
     cfg, c, device = model.cfg, costs(model), model.table.device
@@ -267,13 +298,13 @@ def measure_run(name, model, folder, meta, a):
         inputs = x.to(device).split(a.batch_size)
         targets = y.to(device).split(a.batch_size)
         batches = list(zip(inputs, targets))
-        scores[split] = score_exit_points(model, batches, f"{name}: {split}")
+        scores[split] = score_exit_points(model, batches, f"{name}: {split}", layers=split == "test")
     # From here on y, document and batches are those of the test text.
     lengths = token_bytes(load_tokenizer(folder))
     bytes_per_token = lengths[y.numpy()].sum().item() / y.numel()
     interval = Bootstrap(document, cfg.block_size)
-    test = TestText(batches, scores["test"], interval, bytes_per_token, c)
-    layers, fixed, frontier, policies = [], [], {}, {}
+    test = TestText(batches, document, scores["test"], interval, bytes_per_token, c)
+    layers, fixed, frontier = [], [], {}
     for i, (divergence, share, nats) in enumerate(test.scores["layers"]):
         layers.append({"layer": i + 1, "jsd": divergence, "below_half": share, "nats": nats,
                        "boundary": is_exit_point(cfg, i)})
@@ -287,21 +318,10 @@ def measure_run(name, model, folder, meta, a):
     oracle = measure_point(test, depth, nats, ce[-1], saved(c, depth, False), "charged")
     for way in ("layers", "charged"):
         frontier[way] = {criterion: trace_frontier(test, scores["val"], criterion, way) for criterion in CRITERIA}
-    # Cache policies at the points of the charged frontier.
-    points = [p for p in frontier["charged"][a.criterion] if p["tau"] is not None]
-    kinds = [kv for kv in a.kv if kv == "copy" or (kv == "reuse" and c.looped)]
-    jobs, done, start = len(kinds) * len(points), 0, time.time()
-    for kv in kinds:
-        policies[kv], generator = [], torch.Generator().manual_seed(0)
-        for point in points:
-            policies[kv].append(score_policy(model, test, point, a.criterion, kv, generator))
-            done += 1
-            left = (time.time() - start) / done * (jobs - done)
-            progress(f"{name}: {kv}, point {done}/{jobs}, ETA {duration(left)}", False)
     return {"run": name, "stages": c.stages, "looped": c.looped, "criterion": a.criterion, "costs": asdict(c),
             "tokens": y.numel(), "calibration_tokens": texts["val"][1].numel(), "unit": interval.unit,
             "units": interval.groups, "bytes_per_token": bytes_per_token, "layers": layers, "fixed": fixed,
-            "oracle": oracle, "frontier": frontier, "policies": policies}
+            "oracle": oracle, "frontier": frontier, **measure_policies(name, model, test, frontier, a)}
 
 
 def print_points(title, points):
@@ -341,7 +361,8 @@ def print_run(result):
                  frontier["layers"][criterion])
     print_points(f"{criterion}, tests charged, keys and values of the full depth", frontier["charged"][criterion])
     for kv, points in result["policies"].items():
-        print_points(f"{criterion}, tests charged, scored as generation works: {kv}", points)
+        print_points(f"{criterion}, tests charged, scored as generation works ({result['policy_tokens']} tokens): {kv}",
+                     points)
     print("\noracle (leaves when its likeliest token is the final one; no tests): saves {saved[layers]:.1%} of the "
           "layers, {saved[charged]:.1%} charged; nats lost ".format(**result["oracle"])
           + INTERVAL.format(**result["oracle"]["lost"]))
@@ -353,100 +374,6 @@ def print_run(result):
             lost = ["out of reach" if p["tau"] is None else INTERVAL.format(**p["lost"]) for p in points]
             sides.append("  ".join(lost))
         print(f"  {name:10s}" + " | ".join(sides))
-
-
-# --- time ---
-@torch.inference_mode()
-def time_rules(model, ids, rules, kv, rounds):
-    """Seconds of decoding ids (T,) with each rule, in turns: {name: [rounds]}. The first round only warms up. The name
-    "model.py" stands for that file's own loop: exits must not win against a slow baseline."""
-    times = {name: [] for name in rules}
-    for i in range(rounds + 1):
-        for name, rule in rules.items():
-            plain = name == "model.py"
-            start = read_clock(model.table.device)
-            cache = KVCache(model.cfg, 1, model.cfg.n_loop) if plain else RowCache(model, 1)
-            for t in range(len(ids)):
-                if plain:
-                    model(ids[None, t:t + 1], cache=cache)
-                else:
-                    step(model, ids[t:t + 1], cache, rule, kv)
-            if i:
-                times[name].append(read_clock(model.table.device) - start)
-        progress(f"timing, round {i}/{rounds}", False)
-    return times
-
-
-def compare_with_claim(times, name, claim):
-    """Print and return the time a rule saves compared with full depth in the same round, and the FLOPs it claims to."""
-    shares = [1 - seconds / full for seconds, full in zip(times[name], times["full depth"])]
-    low, middle, high = np.quantile(shares, [0.25, 0.5, 0.75]).tolist()
-    speed_up = 1 / (1 - middle)
-    ratio = middle / claim if claim > 0 else None
-    part = f": {ratio:.2f} of the claim" if ratio else ""
-    print(f"claimed {claim:.1%} of FLOPs, saved {middle:.1%} [{low:.1%}, {high:.1%}] of time{part}; "
-          f"{speed_up:.2f} times as fast")
-    return {"claimed": claim, "time_saved": middle, "low": low, "high": high, "speed_up": speed_up, "ratio": ratio}
-
-
-def plan_depths(c, n, target, tests, kv="reuse"):
-    """Depths (1, n) that save the target share, charged: two neighbouring depths, evenly interleaved."""
-    savings = savings_by_depth(c, "charged", tests, kv)
-    if not savings[-1] <= target <= savings[0]:
-        stop(f"--force_saved={100 * target:g}: this model can save {savings[-1]:.0%} to {savings[0]:.0%} of its FLOPs")
-    d, share = neighbours(savings, target)
-    steps = torch.arange(n + 1) * round(n * share) // n
-    return torch.where(steps[1:] > steps[:-1], d, d + 1)[None]
-
-
-def time_schedules(model, a):
-    """Times of schedules of exits that save the shares of --force_saved, with tests computed as if they decided."""
-    c, tests, device = costs(model), CRITERIA[a.criterion], model.table.device
-    T = model.cfg.block_size
-    kv = a.kv[0]
-    ids = torch.randint(model.cfg.vocab_size, (T,), generator=torch.Generator().manual_seed(0)).to(device)
-    depths = {f"{share:g}%": plan_depths(c, T, share / 100, tests, kv) for share in a.force_saved}
-    rules = {"model.py": None, "full depth": None}
-    for name, depth in depths.items():
-        rules[name] = exit_at(depth.to(device), tests)
-    times = time_rules(model, ids, rules, kv, a.rounds)
-    ms = {name: 1e3 * float(np.median(seconds)) / T for name, seconds in times.items()}
-    print(f"\n{T} tokens at batch 1, {torch.get_num_threads()} threads, keys and values by {kv}; {a.rounds} rounds, "
-          f"quartiles in brackets\nms per token: " + ", ".join(f"{name} {t:.2f}" for name, t in ms.items()))
-    rows = {}
-    for name, depth in depths.items():
-        claim = saved(c, depth[0], tests, kv)["charged"]
-        rows[name] = compare_with_claim(times, name, claim)
-    return {"ms_per_token": ms, "kv": kv, "rows": rows}
-
-
-def time_prompts(model, folder, a):
-    """Generate from the prompts with exits, then time the same tokens with and without them."""
-    tokenizer, c, tests = load_tokenizer(folder), costs(model), CRITERIA[a.criterion]
-    T, prompts = model.cfg.block_size, [tokenizer.encode_ordinary(text) for text in a.prompt]
-    for text, ids in zip(a.prompt, prompts):
-        if not ids:
-            stop("--prompt is empty: give at least one character")
-        if len(ids) > T:
-            stop(f"--prompt: {len(ids)} tokens, but block_size={T}; shorten it: {text[:40]!r}")
-    n_new = min(a.max_new_tokens, T - max(map(len, prompts)) + 1)
-    rule, kv, results = exit_below(a.criterion, a.exit_tau), a.kv[0], []
-    rows, depths = generate(model, prompts, n_new, rule, kv, a.temperature, top_k=a.top_k, seed=a.seed)
-    for row, depth in zip(rows, depths):
-        text = tokenizer.decode(row)
-        words = [tokenizer.decode([t]).replace("\n", "\\n").strip() for t in row[1:]]
-        print(f"\n{text}\n\n{'passes' if c.looped else 'layers'} before each token: "
-              + " ".join(f"{word}/{d}" for word, d in zip(words, depth)))
-        saving = saved(c, torch.tensor(depth), tests, kv)
-        print(f"mean {np.mean(depth):.2f} of {c.stages}; FLOPs saved: layers {saving['layers']:.1%}, with head "
-              f"{saving['head']:.1%}, with tests {saving['charged']:.1%}")
-        ids = torch.tensor(row[:-1], device=model.table.device)
-        times = time_rules(model, ids, {"full depth": None, "exits": rule}, kv, a.rounds)
-        print(f"{len(ids) / np.median(times['full depth']):7.1f} tokens/s without exits")
-        print(f"{len(ids) / np.median(times['exits']):7.1f} tokens/s with exits")
-        timing = compare_with_claim(times, "exits", saving["charged"])
-        results.append({"text": text, "depths": depth, "saved": saving, "timing": timing})
-    return results
 
 
 # --- command line ---
@@ -465,10 +392,15 @@ def parse(argv=None):
                         "that the model allows); when generating, the one to use (default: reuse, without a loop copy)")
     add("--tokens", 65536, "test tokens, and as many validation tokens for tau")
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, for a first look")
+    add("--policy_tokens", 0, f"of the test tokens, those for the policies copy and reuse; 0: all, or {STEP_TOKENS:,} "
+        "where a coda makes them slow")
     add("--batch_size", 16, "windows scored side by side")
     parser.add_argument("--prompt", nargs="+", help="generate from these texts instead")
     add("--exit_tau", 1.0, "tau of the generation; 0 never exits")
-    add("--max_new_tokens", 100, "at most this many, and what block_size leaves")
+    add("--draft_passes", 0, "draft with this many passes and verify with all, instead of exits; 0: exits")
+    add("--draft_tokens", "auto", "how many to draft at a time; auto: by what was accepted so far")
+    parser.add_argument("--draft_study", action="store_true", help="time every --draft_passes with many --draft_tokens")
+    add("--max_new_tokens", 100, "this many; with exits at most, and what block_size leaves")
     add("--temperature", 0.0, "0: the likeliest token")
     add("--top_k", 0, "sample from the likeliest ones only; 0: all")
     add("--seed", 0, "of sampling; row i draws with seed + i")
@@ -477,23 +409,35 @@ def parse(argv=None):
     add("--device", "", "cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", 0, "CPU threads; 0: one per core")
     add("--trick", "", "file of the runs' trick, if it is outside tricks/")
-    add("--out_dir", "", "folder for early_exit.png and .json (default: the run's; for several out/early_exit)")
+    add("--out_dir", "", "folder for early_exit.png and .json, or draft_study (default: the run's; for several "
+        "out/early_exit)")
     add("--json", "", "file to write the numbers to instead of OUT_DIR/early_exit.json")
     a = parser.parse_args(argv)
     require_at_least(a, tokens=1, batch_size=1, max_new_tokens=1, rounds=1, threads=0)
-    require_at_least(a, exit_tau=0, temperature=0, top_k=0, seed=0)
-    for name in ("exit_tau", "temperature", "top_k", "seed"):
-        if not a.prompt and getattr(a, name) != parser.get_default(name):
+    require_at_least(a, policy_tokens=0, exit_tau=0, draft_passes=0, temperature=0, top_k=0, seed=0)
+
+    def given(*names):
+        return [name for name in names if getattr(a, name) != parser.get_default(name)]
+    for name in given("exit_tau", "draft_passes", "draft_tokens", "temperature", "top_k", "seed"):
+        if not a.prompt and not (a.draft_study and name in ("temperature", "top_k", "seed")):
             stop(f"--{name} says how to generate: give --prompt as well, or drop it")
+    for name in given("exit_tau", "kv"):
+        if a.draft_passes or a.draft_study:
+            stop(f"--{name} is for exits, and drafting makes none: drop it")
+    if a.draft_tokens != "auto":
+        if not a.draft_tokens.isdecimal():
+            stop(f"--draft_tokens={a.draft_tokens}: must be a number, or auto")
+        a.draft_tokens = int(a.draft_tokens)
     try:
         check_sampling(a.temperature, a.top_k)
     except ValueError as e:
         stop(f"--{e}")
     if a.quick:
         a.tokens = max(1, a.tokens // 8)
-    if a.prompt and a.force_saved:
-        stop("--prompt and --force_saved are two measurements: give one of them")
-    a.single = "--prompt" if a.prompt else "--force_saved" if a.force_saved else ""
+    measurements = given("prompt", "force_saved", "draft_study")
+    if len(measurements) > 1:
+        stop(f"--{measurements[0]} and --{measurements[1]} are two measurements: give one of them")
+    a.single = f"--{measurements[0]}" if a.prompt or a.force_saved else ""
     for name in ("ckpt", "kv"):
         n = len(getattr(a, name) or [])
         if a.single and n > 1:
@@ -512,6 +456,11 @@ def main(argv=None):
             stop(f"--ckpt={path}: one layer and no loop, so there is no place to exit; train with --n_loop=2 or more")
         if model.cfg.n_loop == 1 and a.kv and "reuse" in a.kv:
             stop(f"--kv=reuse: {path} has no loop, so a skipped layer has no earlier pass to take from; use copy")
+        if a.draft_passes or a.draft_study:
+            try:
+                check_drafting(model.cfg.n_loop, a.draft_passes or 1, a.draft_tokens)
+            except ValueError as e:
+                stop(f"--{e}")
         runs.append((run_folder(path), model, *data_of(state)))
     run, model, folder, _ = runs[0]
     if a.single:
@@ -520,12 +469,21 @@ def main(argv=None):
             stop("--kv=full needs every pass of every token, so it cannot generate: use copy or reuse")
     a.kv = a.kv or ["full", "copy", "reuse"]
     out = Path(a.out_dir or ("out/early_exit" if len(runs) > 1 else run))          # no run's own results are replaced
-    target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / "early_exit.json"
+    name = "draft_study" if a.draft_study else "early_exit"
+    target = Path(a.json) if a.json else None if a.single and not a.out_dir else out / f"{name}.json"
     check_writable("--out_dir or --json", out, target.parent if target else out)
-    if a.prompt:
+    if a.draft_passes:
+        results = time_drafts(model, folder, a)
+    elif a.prompt:
         results = time_prompts(model, folder, a)
     elif a.force_saved:
         results = time_schedules(model, a)
+    elif a.draft_study:
+        results = []
+        for run, model, folder, meta in runs:
+            prompts = starts_of_texts(model, folder, meta)
+            results.append(study_drafts(run.name, model, prompts, a))
+        plot_drafts(results, out / "draft_study.png")
     else:
         results = []
         for run, model, folder, meta in runs:
@@ -534,7 +492,7 @@ def main(argv=None):
         plot_frontier(results, out / "early_exit.png")
     if target:
         write_atomic(target, json.dumps(results, indent=1).encode())
-        print(f"wrote {target}" + ("" if a.single else f" and {out / 'early_exit.png'}"))
+        print(f"wrote {target}" + ("" if a.single else f" and {out / name}.png"))
 
 
 if __name__ == "__main__":

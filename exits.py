@@ -1,6 +1,6 @@
 """
 Early exits: a token leaves the loop as soon as its prediction is certain. This file is the mechanism: when to leave,
-what later tokens find in the cache, what it saves. early_exit.py is the study.
+what later tokens find in the cache. exit_cost.py says what it saves; early_exit.py is the study.
 
 Exit points are the loop boundaries, of an unlooped model its layers. A test asks how much the model doubts the next
 token, mostly from a readout of the state through coda, norm and head; below tau the token exits (arXiv 2605.09165:
@@ -11,9 +11,9 @@ entropy). What later tokens find in the skipped slots of the KV cache is one of 
     copy    the skipped layers project them from the exit state, as the next pass would (CALM, arXiv 2207.07061)
     reuse   those of the last pass that ran, same layer: a loop has the same weights in every pass, so they fit
 
-copy and reuse work one position at a time, as generation does; without a coda score_at_once gives the same for whole
-windows. The coda has one cache for all tokens, whatever their depth: a token's keys there come from the state it exits
-with. A prompt goes through the same loop as what follows, token by token.
+copy and reuse work one position at a time, as generation does; score_at_once gives the same for whole windows, without
+a coda or where no test looks at its readout. The coda has one cache for all tokens, whatever their depth: a token's
+keys there come from the state it exits with. A prompt goes through the same loop as what follows, token by token.
 
 A stage is what runs between two exit points: a pass of the loop, or a layer of an unlooped model.
 
@@ -269,46 +269,6 @@ def step(model, tokens, cache, rule=None, kv="reuse"):
 # --- end exit ---
 
 
-# --- cost ---
-@dataclass
-class Costs:
-    """FLOPs per token at full context, as LoopedLM.flops_per_token counts them."""
-    base: int                                    # prelude of a looped model
-    stage: int
-    readout: int                                 # coda and head
-    full: int                                    # the whole model: base + stages * stage + readout
-    copy: int                                    # keys and values of what was skipped: once for a loop, else per stage
-    stages: int
-    looped: bool
-
-
-def costs(model):
-    cfg, looped = model.cfg, model.cfg.n_loop > 1
-    full = model.flops_per_token(cfg, train=False)
-    readout = model.flops_per_token(cfg, train=False, readouts=2) - full
-    layer, copy = model.layer_flops(cfg), 6 * cfg.n_embd ** 2
-    stage = layer
-    if looped:                                   # every pass but perhaps the first costs what the last one does
-        stage = model.pass_flops(cfg, cfg.n_loop - 1)
-        copy = cfg.n_recur * copy + model.combine_flops(cfg)
-    base = full - n_stages(cfg) * stage - readout
-    return Costs(base, stage, readout, full, copy, n_stages(cfg), looped)
-
-
-def saved(c, depth, tests, kv="reuse"):
-    """Share of the FLOPs of the full model that tokens exiting at depth (N,) save, three ways. layers: as the paper
-    counts, the blocks alone. head: with the one readout that every token needs. charged: also every test's readout
-    (tests: does a test need one?) and the projections of copy. c: Costs."""
-    depth = depth.double()
-    skipped = c.stages - depth
-    extra = (depth - 1) * c.readout if tests else torch.zeros_like(depth)
-    if kv == "copy":
-        extra = extra + c.copy * ((skipped > 0) if c.looped else skipped)
-    less = skipped * c.stage
-    return {"layers": (less.mean() / (c.full - c.readout)).item(), "head": (less.mean() / c.full).item(),
-            "charged": ((less - extra).mean() / c.full).item()}
-
-
 # --- as generation works ---
 @torch.inference_mode()
 def score_by_step(model, x, y, rule=None, kv="reuse"):
@@ -341,13 +301,13 @@ class Merged:
 
 @torch.inference_mode()
 def score_at_once(model, x, y, rule, kv="reuse"):
-    """What score_by_step gives, for a model without a coda, stage by stage over whole windows, several times as fast.
-    It is exact because the keys that stage s of a token sees depend on earlier tokens' stages up to s only; a coda
-    would see the state with which each of them exits, later in this order."""
-    S, cache = n_stages(model.cfg), Merged()
-    context = model.context(x, model.cfg.n_loop, None)._replace(cache=cache)
-    nats, depth = torch.empty(x.shape, device=x.device), torch.full_like(x, S)
-    active = torch.ones_like(x, dtype=torch.bool)                                  # tokens still in the loop
+    """What score_by_step gives, stage by stage over whole windows, several times as fast: for a model without a coda,
+    or a rule that looks at no readout. It is exact because the keys that stage s of a token sees depend on earlier
+    tokens' stages up to s only. A coda's readout sees the state with which each of them exits, later in this order."""
+    cfg, S, cache = model.cfg, n_stages(model.cfg), Merged()
+    whole = model.context(x, cfg.n_loop, None)
+    context = whole._replace(cache=cache)
+    depth, active = torch.full_like(x, S), torch.ones_like(x, dtype=torch.bool)    # active: tokens still in the loop
     rows, positions = torch.arange(len(x), device=x.device)[:, None], torch.arange(x.size(1), device=x.device)
     at = begin(model, x, context)
     for s in range(S):
@@ -356,17 +316,17 @@ def score_at_once(model, x, y, rule, kv="reuse"):
             freeze(model, s, at, context, kv, just_left=depth == s)
         before, new = at, advance(model, s, at, context)
         at = InLoop(*choose(active, (new.e, new.h, new.state), (at.e, at.h, at.state)))
-        leave = active
-        if s < S - 1:
-            if rule.reads:
-                at.logits = read(model, s, at.state, context)
-            leave = active & rule.leave(s, rows, positions, at, before)
-        if leave.any():
-            logits = read(model, s, at.state[leave][None], context)[0] if at.logits is None else at.logits[leave]
-            nats[leave] = F.cross_entropy(logits.float(), y[leave], reduction="none")
-            depth[leave] = s + 1
+        if s == S - 1:
+            break
+        if rule.reads:
+            at.logits = read(model, s, at.state, context)
+        leave = active & rule.leave(s, rows, positions, at, before)
+        depth[leave] = s + 1
         active = active & ~leave
-    return nats, depth
+    logits = read(model, S - 1, at.state, whole)
+    if cfg.readout == "final":                   # an exit before the last is read without the norm
+        logits, = choose(depth == S, [logits], [read(model, 0, at.state, whole)])
+    return F.cross_entropy(logits.float().transpose(1, 2), y, reduction="none"), depth
 
 
 def freeze(model, s, at, context, kv, just_left):

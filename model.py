@@ -351,11 +351,11 @@ class LoopedLM(nn.Module):
             x = block(x, context, slot + i)
         return x
 
-    def logits(self, h, context, n_loop, last_pass=True, last_position=False):
-        """Turn H_k (B, T, D) into logits (B, T, V) through the coda, or (B, 1, V) at the last position."""
+    def logits(self, h, context, n_loop, last_pass=True, last=0):
+        """Turn H_k (B, T, D) into logits (B, T, V) through the coda, or (B, last, V) at the last positions only."""
         h = self.run(self.coda, h, context, self.cfg.n_prelude + n_loop * self.cfg.n_recur)
-        if last_position:
-            h = h[:, -1:]
+        if last:
+            h = h[:, -last:]
         if self.cfg.readout == "norm" or (self.cfg.readout == "final" and last_pass):
             h = norm(h)
         logits = self.head(h)
@@ -404,7 +404,7 @@ class LoopedLM(nn.Module):
         context = self.context(idx, K, cache, routing)
         states = self.loop_states(idx, context, K, bptt)
         if targets is None:
-            logits = self.logits(states[-1], context, K, last_position=True)
+            logits = self.logits(states[-1], context, K, last=1)
             if cache:
                 cache.length += idx.size(1)      # only now: every slot has stored these tokens
             return logits, None

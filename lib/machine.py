@@ -1,7 +1,9 @@
 """What the machine can do: its device, its precision, its peak, and the memory of its C library."""
 import ctypes
 import os
+import platform
 import time
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,14 @@ def keep_freed_memory():
         mallopt(-1, 2 ** 31 - 1)                 # M_TRIM_THRESHOLD: and do not shrink the heap
     except (OSError, AttributeError, TypeError):
         pass
+
+
+def is_amd():
+    """Is the CPU one of AMD's? MKL, torch's library of matrix products, has other code for them."""
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:                              # not Linux
+        return "AuthenticAMD" in platform.processor()
 
 
 def pick_device(name=""):

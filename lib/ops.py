@@ -8,6 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from lib.machine import is_amd
+
 
 def inverse_rms(x):
     return torch.rsqrt((x * x).sum(-1, keepdim=True) * (1 / x.size(-1)) + 1e-6)
@@ -38,18 +40,21 @@ def norm(x):
 
 
 class Linear(nn.Linear):
-    """A matrix, without bias. Decoding multiplies it by one to four rows, which takes as long as reading the matrix; on
-    CPU the batched kernel reads it two to three times faster than the plain one, so the product is written as a batch
-    of eight horizontal slices (results/bench.md)."""
+    """A matrix, without bias. Decoding multiplies it by one to four rows, which takes as long as reading the matrix. On
+    AMD's CPUs the batched kernel reads it two to three times faster than the plain one, so there the product is written
+    as a batch of eight horizontal slices; on Intel's it is the other way round (results/bench.md)."""
+    sliced = is_amd()
 
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
 
     def forward(self, x):
+        if not self.sliced:
+            return F.linear(x, self.weight)
         rows = x.numel() // x.size(-1)
         if (rows > 4 or torch.is_grad_enabled() or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")
                 or self.out_features % 8):
-            return super().forward(x)
+            return F.linear(x, self.weight)
         slices = self.weight.view(8, -1, self.in_features)                         # (8, out / 8, in)
         y = torch.bmm(slices, x.reshape(rows, -1).t().expand(8, -1, -1))           # (8, out / 8, rows)
         return y.view(-1, rows).t().contiguous().view(*x.shape[:-1], -1)
@@ -92,14 +97,22 @@ def check_sampling(temperature, top_k=None):
         raise ValueError(f"top_k={top_k}: must be a whole number, at least 1; 0 or None samples from all tokens")
 
 
+def distribution(logits, temperature=1.0, top_k=None):
+    """Probabilities (..., V) with which the next token is drawn from logits (..., V): all on the likeliest one at
+    temperature 0, else the softmax at this temperature, over the top_k if set."""
+    if temperature == 0:
+        return F.one_hot(logits.argmax(-1), logits.size(-1)).to(logits.dtype)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    return logits.softmax(-1)
+
+
 def sample(logits, temperature=1.0, top_k=None, generator=None):
     """Next tokens (B, 1) from logits (B, V): the likeliest ones at temperature 0, else drawn, from the top_k if set.
     ValueError for a temperature or top_k that means nothing."""
     check_sampling(temperature, top_k)
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    return torch.multinomial(distribution(logits, temperature, top_k), 1, generator=generator)

@@ -243,6 +243,34 @@ def frontier_title(results):
     return "\n".join(lines)
 
 
+def plot_drafts(results, path):
+    """results: what early_exit.py --draft_study writes to draft_study.json; a panel for each run."""
+    n = len(results)
+    fig, axes = pyplot().subplots(1, n, figsize=(1 + 5 * n, 4.6), sharey=True, squeeze=False)
+    titles = []
+    for axis, run in zip(axes[0], results):
+        K = run["n_loop"]
+        for d in range(1, K):
+            colour = f"C{d - 1}"
+            rows = [row for row in run["rows"] if row["draft_passes"] == d]
+            middle = values(rows, "speed_up")
+            below = middle - values(rows, "low")
+            above = values(rows, "high") - middle
+            lengths = [str(row["draft_tokens"]) for row in rows]
+            axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
+            *numbers, auto = lengths
+            axis.plot(numbers, middle[:-1], color=colour, label=f"drafts of {d} of {K} passes")
+        axis.axhline(1, **GREY)
+        name = run["run"]
+        finish(axis, name, "tokens drafted at a time", "")
+        best = max(values(run["rows"], "speed_up"))
+        titles.append(f"{name} {best:.2f}")
+    first = axes[0, 0]
+    first.set_ylabel("tokens per second, in units of plain decoding")
+    fig.suptitle(f"how many times as fast as plain decoding, at best: {', '.join(titles)}")
+    save(fig, path)
+
+
 def plot_readout(cells, folders, title, path):
     """cells {(cell, variant): [readout_study.diagnose of each seed]}, folders likewise."""
     fig, axes = pyplot().subplots(2, 2, figsize=(13, 9.5), sharey="row")

@@ -67,7 +67,8 @@ def test_readme_command(command, run, tmp_path):
 @pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "readout_study", "routing_study", "sample"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
-    text = "".join((ROOT / f"{name}.py").read_text() for name in {script, *(["sweep", "optima", "verdict"] if script == "fit_law" else [])})
+    parts = {"fit_law": ["sweep", "optima", "verdict"], "early_exit": ["exit_speed"]}.get(script, [])
+    text = "".join((ROOT / f"{name}.py").read_text() for name in [script, *parts])
     flags = re.findall(r"(?:add|add_argument)\(\"--(\w+)\"", text)
     assert len(flags) > 4
     for flag in flags:

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import early_exit as X
+import exit_cost as C
+import exit_speed as S
 import exits as E
 import train as T
 from model import Config, KVCache, LoopedLM
@@ -257,6 +259,34 @@ def test_scoring_at_once_is_exact_without_a_coda(variant, criterion):
         torch.testing.assert_close(nats, forced, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", [CODA, dict(CODA, readout="final", loop_norm=False), dict(UNLOOPED, n_coda=1)])
+def test_scoring_at_once_is_exact_with_a_coda_where_no_test_reads(variant):
+    """Depths that are known, as of random exits, and the change of the state: no decision waits for the coda."""
+    model, x, y = small(**variant), tokens(), tokens(seed=2)
+    known = torch.randint(1, E.n_stages(model.cfg) + 1, x.shape, generator=torch.Generator().manual_seed(3))
+    for rule in (E.exit_at(known), E.exit_below("change", middle_tau(model, "change"))):
+        for kv in policies(model):
+            nats, depth = E.score_by_step(model, x, y, rule, kv)
+            again, same = E.score_at_once(model, x, y, rule, kv)
+            assert torch.equal(depth, same) and len(depth.unique()) > 1
+            torch.testing.assert_close(nats, again, rtol=1e-4, atol=1e-4)
+
+
+def test_fewer_windows_have_the_numbers_they_had():
+    """A policy on every second window: the nats and depths that these windows have among all of them."""
+    model, x, y = small(**CODA), tokens(6), tokens(6, seed=2)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    test = X.TestText(batches, torch.arange(6), X.score_exit_points(model, batches), None, 1.0, C.costs(model))
+    some = X.thin_out(test, 3 * 12, batch_size=2)
+    assert [len(x) for x, _ in some.batches] == [2, 1] and some.document.tolist() == [0, 2, 4]
+    rules = [E.exit_below("entropy", middle_tau(model))] * 2
+    scored = (X.score_batches(model, parts, rules, "copy") for parts in (batches, some.batches))
+    for whole, part in zip(*scored):
+        torch.testing.assert_close(part.view(3, 12), whole.view(6, 12)[::2], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(some.scores["ce"].view(-1, 3, 12), test.scores["ce"].view(-1, 6, 12)[:, ::2])
+    assert X.thin_out(test, 10 ** 6, 2).scores["ce"].shape == test.scores["ce"].shape
+
+
 # --- rows ---
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("criterion", ["entropy", "change"])
@@ -306,7 +336,7 @@ def test_a_decision_looks_at_no_later_token():
 def test_costs_agree_with_the_counter_of_torch(variant):
     """At the last position of the context, where attention reads all T keys, routers aside."""
     model = small(**dict(variant, n_expert=0))
-    cfg, c = model.cfg, E.costs(model)
+    cfg, c = model.cfg, C.costs(model)
     assert c.full == LoopedLM.flops_per_token(cfg, train=False)
     for d in range(1, c.stages + 1):
         for reads in (False, True):
@@ -315,33 +345,33 @@ def test_costs_agree_with_the_counter_of_torch(variant):
                 cache.length = cfg.block_size - 1
                 with torch.no_grad(), FlopCounterMode(display=False) as counter:
                     E.step(model, torch.tensor([3]), cache, E.exit_at(torch.full((1, cfg.block_size), d), reads), kv)
-                share = E.saved(c, torch.tensor([d]), reads, kv)["charged"]
+                share = C.saved(c, torch.tensor([d]), reads, kv)["charged"]
                 assert counter.get_total_flops() == pytest.approx(c.full * (1 - share), rel=1e-9)
 
 
 def test_saved_is_monotone_in_tau_and_each_token_leaves_once():
     model, x = small(**PLAIN), tokens(16)
-    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), C.costs(model)
     before = -math.inf
     for tau in (0.0, *scores["entropy"].flatten().quantile(torch.linspace(0, 1, 9)).tolist(), math.inf):
         depth = X.first_below(scores["entropy"], tau)
         assert depth.shape == (x.numel(),) and 1 <= depth.min() and depth.max() <= 3
-        share = E.saved(c, depth, True, "copy")
+        share = C.saved(c, depth, True, "copy")
         assert share["charged"] >= before and share["charged"] <= share["head"] <= share["layers"]
         before = share["charged"]
         plain = [next((s + 1 for s in range(2) if scores["entropy"][s, i] < tau), 3) for i in range(x.numel())]
         assert depth.tolist() == plain
-    assert before > 0 and E.saved(c, torch.full((5,), 3), False)["charged"] == 0
-    assert E.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
+    assert before > 0 and C.saved(c, torch.full((5,), 3), False)["charged"] == 0
+    assert C.saved(c, torch.tensor([1]), False)["layers"] == pytest.approx(2 / 3)
 
 
 # --- frontier ---
 def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
     model, x = small(**PLAIN), tokens(64)
-    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), C.costs(model)
     for way in ("layers", "charged"):
         def saving(depth):
-            return E.saved(c, depth, True)[way]
+            return C.saved(c, depth, True)[way]
         tau = X.calibrate(scores["entropy"], 0.2, saving)
         assert saving(X.first_below(scores["entropy"], tau)) == pytest.approx(0.2, abs=0.003)
         assert X.calibrate(scores["entropy"], 0.9, saving) is None
@@ -349,18 +379,18 @@ def test_tau_reaches_its_target_on_the_split_it_was_chosen_on():
 
 def test_baselines_cost_what_the_exits_cost():
     model, x = small(**PLAIN), tokens(64)
-    scores, c = X.score_exit_points(model, [(x, x)]), E.costs(model)
+    scores, c = X.score_exit_points(model, [(x, x)]), C.costs(model)
     depth = X.first_below(scores["entropy"], middle_tau(model))
     for way in ("layers", "charged"):
-        saving = E.saved(c, depth, True)
-        q = X.exit_chance(c, depth, saving, way, "reuse")
-        random = q * E.saved(c, depth, False)[way]
+        saving = C.saved(c, depth, True)
+        q = C.exit_chance(c, depth, saving, way, "reuse")
+        random = q * C.saved(c, depth, False)[way]
         assert random == pytest.approx(max(saving[way], 0), abs=1e-9) and 0 <= q <= 1 and (q == 1) == (way == "layers")
-        fixed = [E.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
+        fixed = [C.saved(c, torch.tensor([d]), False)[way] for d in (1, 2, 3)]
         for saving in (0.0, 0.1, 0.4, fixed[0]):
-            d, share = X.neighbours(fixed, saving)
+            d, share = C.neighbours(fixed, saving)
             assert share * fixed[d - 1] + (1 - share) * fixed[d] == pytest.approx(saving, abs=1e-6)
-        assert X.neighbours(fixed, -0.1) == (2, 0)
+        assert C.neighbours(fixed, -0.1) == (2, 0)
 
 
 def test_intervals_resample_documents():
@@ -376,10 +406,10 @@ def test_intervals_resample_documents():
 
 
 def test_schedule_claims_what_was_asked():
-    c = E.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
+    c = C.costs(LoopedLM(Config(**{**SMALL, **PLAIN})))
     for target in (0.1, 0.3, 0.5):
-        depth = X.plan_depths(c, 1000, target, True)
-        assert E.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
+        depth = S.plan_depths(c, 1000, target, True)
+        assert C.saved(c, depth[0], True)["charged"] == pytest.approx(target, abs=0.001)
         each, count = depth.unique(return_counts=True)
         assert len(each) == 2 and each[1] == each[0] + 1
         assert (depth[0, :500] == each[0]).sum() == pytest.approx(count[0] / 2, abs=1)       # spread evenly
@@ -434,6 +464,35 @@ def test_generation_prints_passes_and_speed(folder, tmp_path, capsys):
     assert results[0]["text"].startswith("abc") and set(results[0]["depths"]) <= {1, 2, 3}
 
 
+@pytest.mark.parametrize("flags", [["--draft_tokens=3"], ["--temperature=0.8", "--top_k=5"]])
+def test_drafting_prints_text_acceptance_and_speed(folder, tmp_path, capsys, flags):
+    run = folder("run", **CODA)
+    X.main(["--ckpt", run, "--prompt", "abc", "bad cab", "--draft_passes=2", "--max_new_tokens=40", "--rounds=1",
+            f"--json={tmp_path / 'd.json'}", "--device=cpu", *flags])
+    out, results = capsys.readouterr().out, json.loads((tmp_path / "d.json").read_text())
+    assert out.count("tokens/s with drafting") == 2 and out.count("accepted by position of the draft") == 2
+    assert out.count("the same text") == (0 if "--top_k=5" in flags else 2)
+    assert results[0]["text"].startswith("abc") and sum(n + 1 for _, n in results[0]["rounds"]) == 40
+
+
+def test_acceptance_by_position():
+    """Four drafts: a position counts where all guesses before it were accepted."""
+    assert S.acceptance([(3, 0), (3, 1), (3, 3), (1, 1)]) == [3 / 4, 1 / 2, 1]
+    assert S.acceptance([(2, 0)]) == [0] and S.acceptance([(0, 0)]) == []
+
+
+def test_study_of_drafting(folder, tmp_path, capsys):
+    a, b = folder("a", **PLAIN), folder("b", **dict(CODA, n_loop=2))
+    X.main(["--ckpt", a, b, "--draft_study", "--rounds=1", "--max_new_tokens=6", "--device=cpu",
+            f"--out_dir={tmp_path / 'both'}"])
+    results = json.loads((tmp_path / "both" / "draft_study.json").read_text())
+    assert (tmp_path / "both" / "draft_study.png").stat().st_size > 20_000
+    assert [len(r["rows"]) for r in results] == [2 * len(S.LENGTHS), len(S.LENGTHS)]
+    assert all(row["text"] == "the same text" and row["low"] <= row["speed_up"] <= row["high"]
+               for r in results for row in r["rows"])
+    assert "accepted by position" in capsys.readouterr().out
+
+
 def test_forced_savings_are_timed(folder, tmp_path):
     X.main(["--ckpt", folder("run", **PLAIN), "--force_saved", "30", "50", "--rounds=1", "--device=cpu",
             f"--json={tmp_path / 'f.json'}"])
@@ -448,7 +507,13 @@ def test_forced_savings_are_timed(folder, tmp_path):
     (["--exit_tau=nan"], "exit_tau=nan"), (["--json=/proc/x/y.json"], "cannot write"),
     (["--criterion=luck"], "criterion"), (["--exit_tau=2"], "--exit_tau says how to generate"),
     (["--prompt", "a", "--kv", "copy", "reuse"], "one --kv"),
-    (["--prompt", "a", "--force_saved", "30"], "two measurements")])
+    (["--prompt", "a", "--force_saved", "30"], "two measurements"),
+    (["--draft_study", "--force_saved", "30"], "two measurements"), (["--draft_passes=1"], "give --prompt as well"),
+    (["--prompt", "a", "--draft_passes=3"], "--draft_passes=3: must be at least 1 and fewer than the model's 3"),
+    (["--prompt", "a", "--draft_passes=1", "--draft_tokens=few"], "--draft_tokens=few"),
+    (["--prompt", "a", "--draft_passes=1", "--draft_tokens=0"], "--draft_tokens=0"),
+    (["--prompt", "a", "--draft_passes=1", "--exit_tau=2"], "--exit_tau is for exits"),
+    (["--prompt", "a", "--draft_passes=1", "--kv", "copy"], "--kv is for exits")])
 def test_bad_input_is_one_sentence(folder, capsys, flags, says):
     run = folder("run", **PLAIN)
     with pytest.raises(SystemExit) as e:
@@ -461,7 +526,9 @@ def test_checkpoints_that_cannot_exit(folder, tmp_path, capsys):
     plain, one = folder("plain", **UNLOOPED), folder("one", n_loop=1, n_prelude=0, n_recur=1, n_coda=0, inject="none")
     for flags, says in (([str(tmp_path / "nosuch")], "no checkpoint"), ([one], "no place to exit"),
                         ([plain, "--kv", "reuse"], "has no loop"),
-                        ([plain, plain, "--prompt", "a"], "takes one --ckpt")):
+                        ([plain, plain, "--prompt", "a"], "takes one --ckpt"),
+                        ([plain, "--prompt", "a", "--draft_passes=1"], "one pass"),
+                        ([plain, "--draft_study"], "one pass")):
         with pytest.raises(SystemExit) as e:
             X.main(["--ckpt", *flags, "--device=cpu"])
         err = capsys.readouterr().err
@@ -488,7 +555,6 @@ def test_sampling_flags_that_mean_nothing(capsys, flags, says):
 def test_full_depth_and_exits_are_timed_alike(monkeypatch):
     """Every contender's clock is read after the device is done, or full depth, which never waits, would look faster."""
     clocks = []
-    monkeypatch.setattr(X, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
-    model = LoopedLM(Config(**SMALL)).eval()
-    X.time_rules(model, torch.tensor([1, 2]), {"full depth": None, "exits": E.exit_below("entropy", 100.0)}, "reuse", 1)
-    assert len(clocks) == 2 + 2 * 2                        # two rules: before the warm-up, before and after the round
+    monkeypatch.setattr(S, "read_clock", lambda device: clocks.append(device) or float(len(clocks)))
+    S.time_in_turns({"full depth": list, "exits": list}, 1, "cpu")
+    assert len(clocks) == 2 + 2 * 2                        # two contenders: before the warm-up, around the round

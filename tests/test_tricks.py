@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import draft as D
 import exits as E
 import readout_study as R
 import train as T
@@ -130,6 +131,14 @@ def test_exits(path, n_loop):
         by_step, at_once = (score(model, x, y, E.exit_at(chosen), kv) for score in (E.score_by_step, E.score_at_once))
         torch.testing.assert_close(by_step[0], at_once[0], rtol=1e-4, atol=1e-4)
         assert torch.equal(by_step[1], chosen) and torch.equal(at_once[1], chosen)
+
+
+@pytest.mark.parametrize("path", TRICKS)
+def test_drafting_gives_the_same_text(path):
+    model, x = trick_model(path).eval(), tokens(T=7)
+    for d in (1, 2):
+        text, _ = D.generate(model, x, 12, temperature=0, draft_passes=d, draft_tokens=3)
+        assert torch.equal(text, model.generate(x, 12, temperature=0))
 
 
 @pytest.mark.parametrize("path", TRICKS)
