@@ -46,10 +46,19 @@ def read_metrics(folder):
 
 def plot_loss(out, title):
     batches, evaluations = read_metrics(out)
-    fig, axis = pyplot().subplots(figsize=(7, 4.2))
+    accuracies = [name for name in evaluations.dtype.names if name.startswith("val_acc_")]
+    if accuracies:                               # the task hops: a second picture, with a line per number of hops
+        fig, (axis, accuracy_axis) = pyplot().subplots(1, 2, figsize=(13, 4.2))
+    else:
+        fig, axis = pyplot().subplots(figsize=(7, 4.2))
     axis.plot(batches["tokens"] / 1e6, batches["train_loss"], label="training batch", **GREY)
     axis.plot(evaluations["tokens"] / 1e6, evaluations["val_loss"], "C0o-", label="validation")
     finish(axis, title, "tokens seen (millions)", "loss (nats per token)")
+    for p, name in enumerate(accuracies, 1):
+        accuracy_axis.plot(evaluations["tokens"] / 1e6, evaluations[name], "o-", label=f"{p} hops")
+    if accuracies:
+        accuracy_axis.set_ylim(0, 1.02)
+        finish(accuracy_axis, "held-out maps", "tokens seen (millions)", "share of right answers")
     save(fig, out / "loss.png")
 
 
@@ -275,6 +284,43 @@ def plot_readout(cells, folders, title, path):
     norm_axis.axvline(K, **GREY)
     pass_axis.axvline(K, **GREY)
     fig.suptitle(title)
+    save(fig, path)
+
+
+def plot_hops(groups, folders, path):
+    """groups {name: [hops_study.study_run of each seed]}, folders {run: its folder}. A row of pictures for each group:
+    right answers against passes, what the state names, right answers against training FLOPs."""
+    rows = len(groups)
+    fig, axes = pyplot().subplots(rows, 3, figsize=(16, 4.4 * rows), squeeze=False)
+    for (name, runs), (pass_axis, name_axis, flops_axis) in zip(groups.items(), axes):
+        H = runs[0]["hops"]
+        accuracy = np.array([run["accuracy"] for run in runs])                     # (seeds, K, P)
+        _, K, P = accuracy.shape
+        shades = pyplot().cm.viridis(np.linspace(0, 0.9, P))
+        passes = range(1, K + 1)
+        for p, shade in enumerate(shades, 1):
+            style = dict(color=shade, label=f"{p} hops") if p <= H else dict(color="0.6", ls=":")
+            seeds = accuracy[:, :, p - 1]
+            pass_axis.plot(passes, seeds.mean(0), marker="o", **style)
+            pass_axis.fill_between(passes, seeds.min(0), seeds.max(0), color=style["color"], alpha=0.15, lw=0)
+        pass_axis.axvline(runs[0]["n_loop"], **GREY)
+        pass_axis.set_ylim(0, 1.02)
+        finish(pass_axis, name, "passes (grey: as trained; dotted: hops not trained)", "share of right answers")
+        named = [run["named"] for run in runs if run["named"]]
+        if named:
+            image = name_axis.imshow(np.mean(named, axis=0).T, vmin=0, vmax=1, origin="lower", aspect="auto",
+                                     extent=(0.5, K + 0.5, -0.5, H + 0.5))
+            fig.colorbar(image)
+        name_axis.grid(False)
+        title = f"asked for {H} hops: what the readout names"
+        name_axis.set(title=title, xlabel="after pass", ylabel="steps from the start")
+        for run in runs:
+            _, evaluations = read_metrics(folders[run["run"]])
+            for p, shade in enumerate(shades[:H], 1):
+                label = f"{p} hops" if run is runs[0] else None
+                flops_axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
+        flops_axis.set_ylim(0, 1.02)
+        finish(flops_axis, "learning, each seed", "training FLOPs", "share of right answers")
     save(fig, path)
 
 

@@ -63,7 +63,7 @@ def test_readme_command(command, run, tmp_path):
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
 
 
-@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "readout_study", "routing_study"])
+@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "hops_study", "readout_study", "routing_study"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
     text = "".join((ROOT / f"{name}.py").read_text() for name in {script, *(["sweep", "optima", "verdict"] if script == "fit_law" else [])})

@@ -671,7 +671,7 @@ EFFECT = {  # flag: a value that must change the weights, the losses or what is 
     "peak_tflops": "1e-6", "trick": "tricks/gate.py", "trick_args": "n_lanes=3 --trick=tricks/hyperconnections.py"}
 MORE = [("inject", "add"), ("readout", "final --loss=per_loop --loop_norm=false"),
         ("schedule", "wsd"), ("trick", "tricks/hyperconnections.py")]
-ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile"}   # the tests above are theirs
+ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile", "raise_hops"}   # the tests above are theirs
 
 
 def outcome(flags, folder, capsys):
