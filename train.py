@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data.hops import MAX_HOPS, Curriculum, count_right, draw_batch, example_tokens, inputs_and_targets
+from data.hops import MAX_HOPS, Curriculum, count_right, draw_batch, inputs_and_targets
 from data.load import batch_starts, even_starts, held_out_windows, is_task, open_data, read_windows
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import check_same_run, load_checkpoint, save_checkpoint
@@ -56,10 +56,10 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, *, per_loop=Fal
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     starts = even_starts(meta["splits"]["val"]["tokens"], n_tokens, T)
     per_window = meta.get("queries", T)                                            # targets that count
-    answers = torch.zeros(2, MAX_HOPS, dtype=torch.double)                         # right ones, all
     was_training = model.training
     model.eval()
     sums = torch.zeros(n_ce + K + 1, dtype=torch.double)                           # ce, norms, bytes
+    answers = torch.zeros(2, MAX_HOPS, dtype=torch.double)                         # right ones, all
     for i in range(rank * batch_size, len(starts), world * batch_size):
         x, y = held_out_windows(folder, meta, "val", starts[i:i + batch_size], T)
         logits, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
@@ -69,7 +69,8 @@ def evaluate(model, folder, meta, n_tokens, batch_size, lengths, *, per_loop=Fal
             answers += count_right(logits.cpu(), x, y, meta)
     model.train(was_training)
     if world > 1:
-        sums, answers = (counts.to(device) if device.type == "cuda" else counts for counts in (sums, answers))
+        if device.type == "cuda":
+            sums, answers = sums.to(device), answers.to(device)
         dist.all_reduce(sums)
         dist.all_reduce(answers)
     *totals, n_bytes = sums.tolist()
@@ -112,6 +113,22 @@ def settings_at(step, args, model, max_steps):
         n_loop = loops_at(args.seed, step, n_loop)
     settings = dict(n_loop=n_loop, loss=args.loss, norm_penalty=args.norm_penalty, bptt=args.bptt)
     return {**settings, **model.schedule(model.cfg, step, max_steps)}
+
+
+def sequences_at(args, meta, step, hops):
+    """The training sequences of a step, in order: where their windows begin in the text, or the examples (n, T) of the
+    task hops."""
+    n = args.batch_size * args.grad_accum
+    if is_task(meta):
+        return draw_batch(meta, args.seed, step, n, hops)
+    return batch_starts(args.seed, step, n, meta["splits"]["train"]["tokens"], args.block_size)
+
+
+def read_share(share, folder, meta, block_size):
+    """Inputs and targets (B, T) of some sequences that sequences_at gave."""
+    if is_task(meta):
+        return inputs_and_targets(share, meta)
+    return read_windows(folder / "train.bin", meta["dtype"], share, block_size)
 
 
 def clip_and_measure(model, grad_clip):
@@ -433,19 +450,12 @@ def train(args, explicit):
                 group["lr"] = lr * group.get("lr_scale", 1)
 
         # 5.2 forward and backward, one micro-batch after the other; every process takes its share of each
-        n_sequences = args.batch_size * args.grad_accum
-        if is_task(meta):
-            batch = draw_batch(meta, args.seed, step, n_sequences, curriculum.hops)
-        else:
-            batch = batch_starts(args.seed, step, n_sequences, meta["splits"]["train"]["tokens"], cfg.block_size)
+        batch = sequences_at(args, meta, step, curriculum.hops)
         settings = settings_at(step, args, model, plan.steps)
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
             share = batch[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
-            if is_task(meta):
-                x, y = inputs_and_targets(share, meta)
-            else:
-                x, y = read_windows(folder / "train.bin", meta["dtype"], share, cfg.block_size)
+            x, y = read_share(share, folder, meta, cfg.block_size)
             if world > 1:                        # average the gradients over processes once, at the last micro-batch
                 ddp.require_backward_grad_sync = micro == args.grad_accum - 1
             with autocast():
@@ -514,10 +524,8 @@ def train(args, explicit):
     if master:
         model.eval()
         model.compile_blocks(on=False)
-        if is_task(meta):
-            sample = sample_answers(model, encoding, folder, meta)
-        else:
-            sample = sample_text(args, model, encoding)
+        is_text = not is_task(meta)
+        sample = sample_text(args, model, encoding) if is_text else sample_answers(model, encoding, folder, meta)
         finish(args, model, sample, val, plan, wall_s)
     if world > 1:
         dist.barrier()                           # nobody leaves while another still needs the group
