@@ -35,11 +35,11 @@ LEARNED = 0.95                                   # share of right answers from w
 # --- one run ---
 @torch.no_grad()
 def read_passes(model, x, n_passes, batch_size=256):
-    """Logits (K, B, T, V) read out after each of n_passes passes over x (B, T)."""
+    """Logits (K, B, T, V) of x (B, T) after 1 .. K = n_passes passes: those of the model run with as many."""
     parts = []
     for idx in x.to(model.table.device).split(batch_size):
         states, context = passes(model, idx, n_passes)
-        logits = [model.logits(h, context, k, last_pass=k == n_passes) for k, h in enumerate(states, 1)]
+        logits = [model.logits(h, context, k) for k, h in enumerate(states, 1)]
         parts.append(torch.stack(logits).float().cpu())
     return torch.cat(parts, dim=1)
 
@@ -154,8 +154,9 @@ def print_group(name, runs):
     for p in range(1, first["hops"] + 1):
         flops, reached = flops_to_learn(runs, p)
         mean, low, high = mean_interval(accuracy[:, first["n_loop"] - 1, p - 1])
+        interval = f" [{low:.3f}, {high:.3f}]" if n_seeds > 1 else ""
         cost = f" after {flops:.2e} FLOPs" if reached else ""
-        print(f"  {p} hops: {mean:.3f} [{low:.3f}, {high:.3f}] as trained; {reached} of {n_seeds} seeds learned it{cost}")
+        print(f"  {p} hops: {mean:.3f}{interval} as trained; {reached} of {n_seeds} seeds learned it{cost}")
     named = [run["named"] for run in runs if run["named"]]
     if named and first["n_loop"] > 1:
         print(f"asked for {first['hops']} hops, the readout after a pass names the symbol j steps on the way, j = 0, 1, ..")

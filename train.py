@@ -115,11 +115,12 @@ def settings_at(step, args, model, max_steps):
     return {**settings, **model.schedule(model.cfg, step, max_steps)}
 
 
-def sequences_at(args, meta, step, hops):
+def sequences_at(args, meta, step, curriculum):
     """The training sequences of a step, in order: where their windows begin in the text, or the examples (n, T) of the
     task hops."""
     n = args.batch_size * args.grad_accum
     if is_task(meta):
+        hops = curriculum.numbers() if args.raise_hops else range(1, meta["hops"] + 1)
         return draw_batch(meta, args.seed, step, n, hops)
     return batch_starts(args.seed, step, n, meta["splits"]["train"]["tokens"], args.block_size)
 
@@ -403,9 +404,7 @@ def train(args, explicit):
     optimizers = make_optimizers(model, args)
     plan = plan_steps(args, cfg)
     step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
-    curriculum = Curriculum(1 if args.raise_hops else meta.get("hops", 0))
-    if state and "curriculum" in state:
-        curriculum = Curriculum(**state["curriculum"])
+    curriculum = Curriculum(**state.get("curriculum", {})) if state else Curriculum()
     if args.compile if args.compile is not None else device.startswith("cuda"):
         example = torch.zeros(args.batch_size // world, cfg.block_size, dtype=torch.long, device=device)
         try_compile(model, example, autocast)
@@ -450,7 +449,7 @@ def train(args, explicit):
                 group["lr"] = lr * group.get("lr_scale", 1)
 
         # 5.2 forward and backward, one micro-batch after the other; every process takes its share of each
-        batch = sequences_at(args, meta, step, curriculum.hops)
+        batch = sequences_at(args, meta, step, curriculum)
         settings = settings_at(step, args, model, plan.steps)
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
@@ -506,7 +505,7 @@ def train(args, explicit):
             log.steps, log.seconds = log.steps + 1, log.seconds + seconds
             if evaluates or step % args.log_interval == 0:
                 numbers = dict(train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z,
-                               hops=curriculum.hops)
+                               hops=curriculum.hops if args.raise_hops else meta.get("hops"))
                 log.add_row(step, numbers, val, evaluates)
         if evaluates or stopping:
             save()

@@ -84,9 +84,9 @@ def draw_examples(rng, n, meta, split, hops):
 
 
 def draw_batch(meta, seed, step, n, hops):
-    """The n training examples (n, T) of a step, with 1 .. hops hops: they depend on these arguments only."""
+    """The n training examples (n, T) of a step: they depend on these arguments only. hops as in draw_examples."""
     rng = np.random.default_rng((seed, step, 3))
-    return draw_examples(rng, n, meta, "train", range(1, hops + 1))
+    return draw_examples(rng, n, meta, "train", hops)
 
 
 # --- targets and scores ---
@@ -116,8 +116,12 @@ def count_right(logits, x, y, meta):
 class Curriculum:
     """--raise_hops: training asks for one more hop whenever the training loss, a running mean over about 10 steps, is
     below a threshold in nats. Two numbers are its state, so they are in the checkpoint."""
-    hops: int                                    # asked for so far
+    hops: int = 1                                # the most asked for so far
     loss: float = math.inf                       # running mean since the last hop was added
+
+    def numbers(self):
+        """What to draw the hops of a query from: half of the queries ask for the newest, the most hops so far."""
+        return [*range(1, self.hops + 1), *[self.hops] * (self.hops - 1)]
 
     def update(self, train_loss, threshold, most):
         """Take in the loss of a step."""
