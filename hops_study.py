@@ -1,7 +1,7 @@
 """
-What a pass is for, on a task whose depth is known (data/hops.py). How many hops does a model answer after 1, 2, .. passes,
-also more passes and hops than it was trained with? What does its state name in between? And what does it cost to learn
-p hops, looped or plain?
+What a pass is for, on a task whose depth is known (data/hops.py). How many hops does a model answer after 1, 2, ..
+passes, also more passes and hops than it was trained with? What does its state name in between? And what does it cost
+to learn p hops, looped or plain?
 
     python train.py --preset=hops --seed=1 --out_dir=out/hops/looped-s1                           # 3 min on a core
     python train.py --preset=hops --n_loop=1 --n_recur=8 --seed=1 --out_dir=out/hops/plain-s1
@@ -56,8 +56,8 @@ def accuracies(model, meta, n_passes, hops, n, seed):
 
 
 def chains(x, meta):
-    """What each query of x (B, T) asks: its hops p (B, Q), and the symbols on its way (J, B, Q), f^0(s) = s to f^J-1(s),
-    J = MAX_HOPS + 1. The map is read out of the N pairs."""
+    """What each query of x (B, T) asks: its hops p (B, Q), and the symbols on its way (J, B, Q), f^0(s) = s to
+    f^J-1(s), J = MAX_HOPS + 1. The map is read out of the N pairs."""
     N = meta["symbols"]
     pairs = x[:, :N] - N
     maps = torch.zeros_like(pairs).scatter_(1, pairs // N, pairs % N)              # (B, N)
@@ -147,7 +147,8 @@ def print_group(name, runs):
     accuracy = np.array([run["accuracy"] for run in runs])                         # (seeds, K, P)
     n_seeds, _, P = accuracy.shape
     print(f"\n{name}: {n_seeds} seeds, {first['in_blocks'] / 1e3:.0f}k parameters in blocks")
-    print("right after pass" + "".join(f"{p:>5d} hops" for p in range(1, P + 1)) + f"   (trained: 1 to {first['hops']})")
+    print(f"right after pass, asked for 1 to {P} hops; trained with 1 to {first['hops']}")
+    print(" " * 16 + "".join(f"{p:>5d} hops" for p in range(1, P + 1)))
     for k, row in enumerate(accuracy.mean(0), 1):
         mark = " trained" if k == first["n_loop"] else ""
         print(f"{k:16d}" + "".join(f"{share:10.3f}" for share in row) + mark)
@@ -159,7 +160,7 @@ def print_group(name, runs):
         print(f"  {p} hops: {mean:.3f}{interval} as trained; {reached} of {n_seeds} seeds learned it{cost}")
     named = [run["named"] for run in runs if run["named"]]
     if named and first["n_loop"] > 1:
-        print(f"asked for {first['hops']} hops, the readout after a pass names the symbol j steps on the way, j = 0, 1, ..")
+        print(f"asked for {first['hops']} hops, the readout after a pass names the symbol 0, 1, .. steps on the way")
         for k, row in enumerate(np.mean(named, axis=0), 1):
             print(f"{k:16d}" + "".join(f"{share:10.3f}" for share in row))
 

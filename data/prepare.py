@@ -368,7 +368,8 @@ def prepare_hops(hops=6, symbols=8, queries=8, *, seed=0, out_dir=None, overwrit
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=["sotu", *HUB, "hops"], default="sotu", help="corpus (default: sotu), or the task hops")
+    parser.add_argument("--dataset", choices=["sotu", *HUB, "hops"], default="sotu",
+                        help="corpus (default: sotu), or the task hops")
     parser.add_argument("--input", nargs="+", metavar="FILE", default=[],
                         help="your own UTF-8 text instead: .txt and the like, or .jsonl with a field text")
     parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe",

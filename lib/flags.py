@@ -95,8 +95,8 @@ LOOPED_MOE = dict(n_embd=704, block_size=1024, n_prelude=0, n_coda=0, inject="no
 READOUT = dict(block_size=256, n_prelude=0, n_coda=0, n_loop=4, inject="none", loop_norm=False, loss="per_loop",
                data="wikitext103-20000", optimizer="adamw", learning_rate=3e-4, embed_lr=1, weight_decay=0.01,
                beta2=0.999, schedule="constant", warmup_steps=0, eval_interval=2000, eval_tokens=2 ** 18)
-HOPS = dict(n_embd=64, head_dim=16, block_size=32, n_loop=8, inject="none", loop_norm=False, data="hops", raise_hops=0.1,
-            batch_size=64, schedule="constant", max_steps=1500, eval_tokens=16384)
+HOPS = dict(n_embd=64, head_dim=16, block_size=32, n_loop=8, inject="none", loop_norm=False, data="hops",
+            raise_hops=0.1, batch_size=64, schedule="constant", max_steps=1500, eval_tokens=16384)
 PRESETS = {
     "pocket": dict(max_steps=600),
     "hops": HOPS,
