@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from data.load import is_task
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import misused, require_at_least, stop
@@ -361,6 +362,9 @@ def main(argv=None):
         keep_freed_memory()
     loaded = [load_model(ckpt, device, a.trick) for ckpt in a.ckpt]                # errors come before any work
     corpora = [data_of(state) for _, state in loaded]
+    for ckpt, (_, meta) in zip(a.ckpt, corpora):
+        if is_task(meta):
+            stop(f"--ckpt {ckpt}: trained on the task hops, which has no words to read these tasks with")
     default = "out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])
     out = Path(a.out_dir or default)
     target = Path(a.json) if a.json else out / "downstream.json"

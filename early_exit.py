@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.load import even_starts, read_windows
+from data.load import even_starts, is_task, read_windows
 from data.prepare import load_tokenizer, token_bytes
 from draft import check_drafting
 from exit_cost import Costs, costs, exit_chance, neighbours, saved, savings_by_depth
@@ -139,6 +139,8 @@ def calibrate(score, target, saving):
 # --- the study ---
 def load_windows(folder, meta, split, n_tokens, T):
     """Inputs and targets (n, T), spread evenly over a split, and the document (n,) in which each begins."""
+    if is_task(meta):
+        stop(f"{folder}: a task of which only answers count, but this study counts every token; give a run on text")
     path, total = Path(folder) / f"{split}.bin", meta["splits"][split]["tokens"]
     if not path.is_file() or total <= T:
         stop(f"{path}: missing, or too few tokens for block_size={T}; run data/prepare.py again, with more text")

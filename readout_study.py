@@ -242,7 +242,8 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
     folder, meta = data_of(state)
     tokenizer = load_tokenizer(folder)
     x, y = even_windows(folder, meta, "val", max(n_tokens, T), T)
-    n_bytes = int(token_bytes(tokenizer)[y.numpy()].sum())
+    asked = y[y >= 0]                            # of the task hops only answers count
+    n_bytes = int(token_bytes(tokenizer)[asked.numpy()].sum())
     batches = list(zip(x.to(device).split(8), y.to(device).split(8)))
     # follow the state through every batch
     ce, lengths, updates, clamps = [], [], [], []
@@ -266,7 +267,7 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
     for parts in zip(*updates):
         update.append({name: float(np.mean([u[name] for u in parts])) for name in parts[0]})
     return {"run": Path(ckpt).name, "seed": state["args"]["seed"], "n_loop": K, "n_embd": model.cfg.n_embd,
-            "tokens": x.numel(), "ce": ce.tolist(), "bpb": (ce * y.numel() / n_bytes / math.log(2)).tolist(),
+            "tokens": x.numel(), "ce": ce.tolist(), "bpb": (ce * asked.numel() / n_bytes / math.log(2)).tolist(),
             "tok_per_s": speed, "norm": [describe_lengths(v) for v in lengths],
             "tail": tail_tokens(lengths[K - 1], x, tokenizer), "radial": radial, "update": update,
             "clamp": {"delta_ce": float(delta_ce), "ratio": float(length / length_free)}}

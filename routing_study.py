@@ -83,7 +83,7 @@ def run_windows(model, batches, direct=None):
         routing = Routing(direct)
         logits, _ = model(x, y, routing=routing)
         nats = F.cross_entropy(logits.transpose(1, 2).float(), y, reduction="none")    # (B, T)
-        losses.append(nats.mean(1))
+        losses.append(nats.sum(1) / (y >= 0).sum(1))       # of the task hops only answers count
         choices = torch.stack([routing.chosen[slot] for slot in loop_slots])
         chosen.append(choices.view(cfg.n_loop, cfg.n_recur, -1, cfg.n_active))     # (pass, layer, B T, k)
     return torch.cat(losses).cpu(), torch.cat(chosen, 2).transpose(0, 1).cpu()

@@ -3,6 +3,7 @@ Train one looped language model of any variant.
 
     python train.py                                              # pocket preset, real English, 2 CPU cores: 2:49
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
+    python train.py --preset=hops                                # a task that needs depth (data/hops.py)
     python train.py --trick=tricks/gate.py                       # a looping idea from a file
     python train.py --init_from=out/pocket --data=book-4096 --out_dir=out/book   # finetune; or into another shape
     python train.py --preset=isodepth-r4 --n_embd=640 --data=fineweb-edu-32000 --max_flops=1e18   # one GPU
@@ -31,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from data.load import batch_starts, even_starts, open_data, read_windows
+from data.hops import MAX_HOPS, Curriculum, count_right, draw_batch, inputs_and_targets
+from data.load import batch_starts, even_starts, held_out_windows, is_task, open_data, read_windows
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import load_checkpoint, save_checkpoint
 from lib.console import duration, progress, stop
@@ -49,29 +51,40 @@ from lib.tricks import class_of_checkpoint, describe, model_class, trick_file
 def evaluate(model, folder, meta, n_tokens, batch_size, lengths, *, per_loop=False, n_loop=None):
     """Loss on fixed windows spread evenly over the validation text, lengths as data.prepare.token_bytes gives them:
     {"loss" nats/token of the last pass, "bpb" bits per byte of the text those targets stand for, "ce" nats after each
-    supervised pass, "norm" mean length of each H_k}."""
+    supervised pass, "norm" mean length of each H_k}. Of the task hops only answers count, and "accuracy" is the share
+    of right ones at 1, 2, .. hops."""
     T, device = model.cfg.block_size, model.table.device
     K = model.cfg.n_loop if n_loop is None else n_loop
     n_ce = K if per_loop else 1
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     starts = even_starts(meta["splits"]["val"]["tokens"], n_tokens, T)
+    per_window = meta.get("queries", T)                                            # targets that count
     was_training = model.training
     model.eval()
     sums = torch.zeros(n_ce + K + 1, dtype=torch.double)                           # ce, norms, bytes
+    answers = torch.zeros(2, MAX_HOPS, dtype=torch.double)                         # right ones, all
     for i in range(rank * batch_size, len(starts), world * batch_size):
-        x, y = read_windows(folder / "val.bin", meta["dtype"], starts[i:i + batch_size], T)
-        _, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
+        x, y = held_out_windows(folder, meta, "val", starts[i:i + batch_size], T)
+        logits, out = model(x.to(device), y.to(device), n_loop=n_loop, loss="per_loop" if per_loop else "terminal")
         sums[:-1] += torch.cat([out["ce"], out["norm"]]).cpu().double() * len(x)
-        sums[-1] += int(lengths[y.numpy()].sum())
+        sums[-1] += int(lengths[y[y >= 0].numpy()].sum())
+        if is_task(meta):
+            answers += count_right(logits.cpu(), x, y, meta)
     model.train(was_training)
     if world > 1:
-        sums = sums.to(device) if device.type == "cuda" else sums
+        if device.type == "cuda":
+            sums, answers = sums.to(device), answers.to(device)
         dist.all_reduce(sums)
+        dist.all_reduce(answers)
     *totals, n_bytes = sums.tolist()
     means = [total / len(starts) for total in totals]
     ce, norms = means[:n_ce], means[n_ce:]
-    bits_per_byte = ce[-1] * len(starts) * T / n_bytes / math.log(2)
-    return {"loss": ce[-1], "bpb": bits_per_byte, "ce": ce, "norm": norms}
+    bits_per_byte = ce[-1] * len(starts) * per_window / n_bytes / math.log(2)
+    val = {"loss": ce[-1], "bpb": bits_per_byte, "ce": ce, "norm": norms}
+    if is_task(meta):
+        right, asked = answers[:, :meta["hops"]]
+        val["accuracy"] = (right / asked).tolist()
+    return val
 
 
 # --- one step ---
@@ -105,6 +118,23 @@ def settings_at(step, args, model, max_steps):
     return {**settings, **model.schedule(model.cfg, step, max_steps)}
 
 
+def sequences_at(args, meta, step, curriculum):
+    """The training sequences of a step, in order: where their windows begin in the text, or the examples (n, T) of the
+    task hops."""
+    n = args.batch_size * args.grad_accum
+    if is_task(meta):
+        hops = curriculum.numbers() if args.raise_hops else range(1, meta["hops"] + 1)
+        return draw_batch(meta, args.seed, step, n, hops)
+    return batch_starts(args.seed, step, n, meta["splits"]["train"]["tokens"], args.block_size)
+
+
+def read_share(share, folder, meta, block_size):
+    """Inputs and targets (B, T) of some sequences that sequences_at gave."""
+    if is_task(meta):
+        return inputs_and_targets(share, meta)
+    return read_windows(folder / "train.bin", meta["dtype"], share, block_size)
+
+
 def clip_and_measure(model, grad_clip):
     """Clip the gradient to the norm grad_clip (0: leave it); returns its norm before."""
     return torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
@@ -133,6 +163,8 @@ def find_run(args, explicit):
         args.vocab_size = explicit.get("vocab_size", first_args["vocab_size"])
     config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
     folder, meta = open_data(args)
+    if args.raise_hops and not is_task(meta):
+        stop("--raise_hops is for the task hops: give --data=hops as well, or drop it")
     data_sha256 = meta["splits"]["train"]["sha256"]
     if (out / "summary.json").is_file() and not args.resume:
         check_same_run(explicit, read_json(out / "config.json"), data_sha256, out, resume=False)
@@ -198,17 +230,19 @@ class Log:
         eta = (time.time() - self.started_at) / (step - self.first_step) * (plan.steps - step)
         mfu = 100 * plan.flops_per_step * steps_per_s / self.peak if self.peak else 0
         progress(f"step {step}/{plan.steps} loss {numbers['train_loss']:.3f}"
-                 + (f" val {val['bpb']:.3f} bits/byte" if val else "") + f" {speed / 1e3:.1f}k tok/s"
+                 + (f" val {describe_score(val)}" if val else "") + f" {speed / 1e3:.1f}k tok/s"
                  + (f" {mfu:.1f}% MFU" if self.peak else "") + f" ETA {duration(eta)}", keep=evaluated)
         self.steps, self.seconds = 0, 0.0
 
 
-def metrics_columns(args, cfg):
+def metrics_columns(args, cfg, meta):
     passes = range(1, cfg.n_loop + 1)
     columns = "step tokens flops train_loss val_loss val_bpb lr grad_norm tok_per_s".split()
     if args.loss == "per_loop":
         columns += [f"val_ce_{k}" for k in passes]
     columns += [f"val_norm_{k}" for k in passes]
+    if is_task(meta):                            # hops asked for in training; right answers by number of hops
+        columns += ["hops"] + [f"val_acc_{p}" for p in range(1, meta["hops"] + 1)]
     return columns + ["balance", "z"] if cfg.n_expert else columns
 
 
@@ -216,7 +250,15 @@ def val_columns(val):
     """The columns of an evaluation, a dict as evaluate gives it."""
     norms = {f"val_norm_{k}": length for k, length in enumerate(val["norm"], 1)}
     losses = {f"val_ce_{k}": ce for k, ce in enumerate(val["ce"], 1)}
-    return {"val_loss": val["loss"], "val_bpb": val["bpb"], **norms, **losses}
+    accuracy = {f"val_acc_{p}": share for p, share in enumerate(val.get("accuracy", []), 1)}
+    return {"val_loss": val["loss"], "val_bpb": val["bpb"], **norms, **losses, **accuracy}
+
+
+def describe_score(val):
+    """What an evaluation found, for a line of progress."""
+    if "accuracy" in val:
+        return "right at 1, 2, .. hops: " + " ".join(f"{share:.2f}" for share in val["accuracy"])
+    return f"{val['bpb']:.3f} bits/byte"
 
 
 def open_folder(out, identity, meta, trick, extends):
@@ -251,15 +293,30 @@ def describe_run(args, model, plan, epoch_tokens):
           f"{plan.steps * plan.flops_per_step:.2e} FLOPs")
 
 
-def finish(args, model, encoding, val, plan, wall_s):
-    """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
-    out, cfg, tokens = Path(args.out_dir), model.cfg, plan.steps * plan.tokens_per_step
-    model.eval()
-    model.compile_blocks(on=False)
+def sample_text(args, model, encoding):
+    """200 tokens that the model writes after <|endoftext|>."""
     start = torch.tensor([[encoding.eot_token]], device=model.table.device)
     generator = torch.Generator(device=model.table.device).manual_seed(args.seed)
-    ids = model.generate(start, min(200, cfg.block_size), temperature=0.8, top_k=50, generator=generator)
-    sample = encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
+    ids = model.generate(start, min(200, model.cfg.block_size), temperature=0.8, top_k=50, generator=generator)
+    return encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
+
+
+@torch.no_grad()
+def sample_answers(model, encoding, folder, meta):
+    """The first held-out example of the task hops with the model's answers: "2 hops: ac" if it says that 2 hops from a
+    end at c."""
+    x, y = held_out_windows(folder, meta, "val", [0], model.cfg.block_size)
+    logits, _ = model(x.to(model.table.device), y.to(model.table.device))
+    answers = logits.argmax(-1).cpu()
+    asked = y >= 0                               # where the next token is an answer
+    example = torch.where(asked.roll(1, dims=1), answers.roll(1, dims=1), x)
+    n_right = int((answers == y).sum())
+    return f"{encoding.decode(example[0].tolist())}\n{n_right} of {meta['queries']} right\n"
+
+
+def finish(args, model, sample, val, plan, wall_s):
+    """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
+    out, cfg, tokens = Path(args.out_dir), model.cfg, plan.steps * plan.tokens_per_step
     write_atomic(out / "sample.txt", sample.encode())
     active = model.param_counts(cfg, active=True)          # what the law counts: the experts that work on a token
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
@@ -270,10 +327,13 @@ def finish(args, model, encoding, val, plan, wall_s):
                    flops=plan.steps * plan.flops_per_step, val_loss=val["loss"],
                    val_bpb=val["bpb"], wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"],
                    val_norm=val["norm"])
+    if "accuracy" in val:
+        summary["val_acc"] = val["accuracy"]
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
-                   f"{val['bpb']:.3f} bits per byte")
+                   f"{describe_score(val)}")
     write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
-    print(f"\n{sample[:400]}\n\nval {val['loss']:.4f} nats/token, {val['bpb']:.4f} bits/byte; "
+    score = describe_score(val) if "accuracy" in val else f"{val['bpb']:.4f} bits/byte"
+    print(f"\n{sample[:400]}\n\nval {val['loss']:.4f} nats/token, {score}; "
           f"{tokens / 1e6:.2f}M tokens in {duration(wall_s)}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
 
 
@@ -350,6 +410,7 @@ def train(args, explicit):
     optimizers = make_optimizers(model, args)
     plan = plan_steps(args, cfg)
     step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
+    curriculum = Curriculum(**state.get("curriculum", {})) if state else Curriculum()
     if args.compile if args.compile is not None else device.startswith("cuda"):
         example = torch.zeros(args.batch_size // world, cfg.block_size, dtype=torch.long, device=device)
         try_compile(model, example, autocast)
@@ -363,10 +424,10 @@ def train(args, explicit):
                     source=source)
     if master:
         open_folder(out, identity, meta, args.trick, extends=step < plan.steps)
-        describe_run(args, model, plan, meta["splits"]["train"]["tokens"])
+        describe_run(args, model, plan, meta["splits"]["train"].get("tokens", math.inf))
         print(f"{device}, {dtype}, {torch.get_num_threads()} threads"
               + (f", {world} processes" if world > 1 else "") + (f"; resumed from step {step}" if step else ""))
-        log = Log(out / "metrics.csv", metrics_columns(args, cfg), step, plan,
+        log = Log(out / "metrics.csv", metrics_columns(args, cfg, meta), step, plan,
                   peak=peak_flops(args.peak_tflops, device) * world)
     signals = []                                 # Ctrl-C or SIGTERM: finish the step, save, leave
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -376,7 +437,7 @@ def train(args, explicit):
             stop_diverged("a weight", step, ckpt_path)
         if master:
             save_checkpoint(ckpt_path, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
-                            step=step, wall_s=wall_s, **identity)
+                            step=step, wall_s=wall_s, curriculum=asdict(curriculum), **identity)
 
     def validate():
         with autocast():
@@ -400,13 +461,12 @@ def train(args, explicit):
                 group["lr"] = lr * group.get("lr_scale", 1)
 
         # 5.2 forward and backward, one micro-batch after the other; every process takes its share of each
-        starts = batch_starts(args.seed, step, args.batch_size * args.grad_accum, meta["splits"]["train"]["tokens"],
-                              cfg.block_size)
+        batch = sequences_at(args, meta, step, curriculum)
         settings = settings_at(step, args, model, plan.steps)
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
-            share = starts[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
-            x, y = read_windows(folder / "train.bin", meta["dtype"], share, cfg.block_size)
+            share = batch[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
+            x, y = read_share(share, folder, meta, cfg.block_size)
             if world > 1:                        # average the gradients over processes once, at the last micro-batch
                 ddp.require_backward_grad_sync = micro == args.grad_accum - 1
             with autocast():
@@ -438,6 +498,8 @@ def train(args, explicit):
             optimizer.zero_grad(set_to_none=True)
         if uses_bias:
             model.rebalance(load)
+        if args.raise_hops:
+            curriculum.update(train_loss, args.raise_hops, meta["hops"])
         step += 1
         seconds = time.perf_counter() - tick
         wall_s += seconds
@@ -454,7 +516,8 @@ def train(args, explicit):
         if master:
             log.steps, log.seconds = log.steps + 1, log.seconds + seconds
             if evaluates or step % args.log_interval == 0:
-                numbers = dict(train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z)
+                numbers = dict(train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z,
+                               hops=curriculum.hops if args.raise_hops else meta.get("hops"))
                 log.add_row(step, numbers, val, evaluates)
         if evaluates or stopping:
             save()
@@ -470,7 +533,11 @@ def train(args, explicit):
         raise SystemExit(128 + (signals or [signal.SIGTERM])[0])
     val = val or validate()                      # resumed at the very end: the summary alone was missing
     if master:
-        finish(args, model, encoding, val, plan, wall_s)
+        model.eval()
+        model.compile_blocks(on=False)
+        is_text = not is_task(meta)
+        sample = sample_text(args, model, encoding) if is_text else sample_answers(model, encoding, folder, meta)
+        finish(args, model, sample, val, plan, wall_s)
     if world > 1:
         dist.barrier()                           # nobody leaves while another still needs the group
 

@@ -1,38 +1,54 @@
 """Read what prepare.py wrote: the folder of a corpus, the batches of training, the fixed windows of evaluation."""
 import os
+import re
 import shutil
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data.prepare import prepare
+from data.hops import example_tokens, keep_answers
+from data.prepare import prepare, prepare_hops
 from lib.console import stop
 from lib.files import ROOT, read_json
 
 
+def is_task(meta):
+    """Is it the task of data/hops.py, of which only answers count, rather than text?"""
+    return meta["dataset"] == "hops"
+
+
 def open_data(args):
-    """(folder, meta) of the prepared corpus, checked against its meta.json; the default one is prepared if absent."""
-    name = f"sotu-{args.vocab_size or 4096}" if args.data == "sotu" else args.data
+    """(folder, meta) of the prepared corpus, checked against its meta.json; sotu and hops are prepared if absent."""
+    name, make = args.data, None
+    if args.data == "sotu":
+        vocab_size = args.vocab_size or 4096
+        name, make = f"sotu-{vocab_size}", partial(prepare, vocab_size=vocab_size)
+    elif task := re.fullmatch(r"hops(?:-(\d+))?", args.data):
+        hops = int(task[1] or 6)
+        name, make = f"hops-{hops}", partial(prepare_hops, hops)
     folder = next((f for f in (Path(name), ROOT / "data" / name) if (f / "meta.json").is_file()), None)
-    if folder is None and args.data == "sotu":   # written elsewhere, then renamed: another process may do the same
+    if folder is None and make:                  # written elsewhere, then renamed: another process may do the same
         folder, temporary = ROOT / "data" / name, ROOT / "data" / f"{name}.{os.getpid()}.tmp"
         try:
-            prepare(vocab_size=args.vocab_size or 4096, out_dir=temporary)
+            make(out_dir=temporary)
             with suppress(OSError):              # the other process was faster
                 os.rename(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     if folder is None:
         known = sorted(m.parent.name for m in ROOT.glob("data/*/meta.json"))
-        stop(f"--data={args.data}: no prepared corpus there; prepared are {', '.join(['sotu', *known])}; "
+        stop(f"--data={args.data}: no prepared corpus there; prepared are {', '.join(['sotu', 'hops', *known])}; "
              f"data/prepare.py makes others")
     meta = read_json(folder / "meta.json")
     if args.vocab_size not in (0, meta["vocab_size"]):
         stop(f"--vocab_size={args.vocab_size}: the corpus {folder} has {meta['vocab_size']} tokens; drop the flag")
-    for split in ("train", "val"):
+    if is_task(meta) and args.block_size != example_tokens(meta):
+        stop(f"--block_size={args.block_size}: an example of {folder} has {example_tokens(meta)} tokens, and a window "
+             f"is an example; give --block_size={example_tokens(meta)}")
+    for split in ("val",) if is_task(meta) else ("train", "val"):
         expected, path = meta["splits"][split]["tokens"], folder / f"{split}.bin"
         n_tokens = path.stat().st_size // np.dtype(meta["dtype"]).itemsize if path.is_file() else 0
         if n_tokens != expected:
@@ -68,10 +84,17 @@ def read_windows(path, dtype, starts, block_size):
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+def held_out_windows(folder, meta, split, starts, block_size):
+    """Inputs and targets (B, T) of a split that is not train. Of the task hops all targets but the answers are
+    ignored (-100)."""
+    x, y = read_windows(folder / f"{split}.bin", meta["dtype"], starts, block_size)
+    return x, keep_answers(y, meta) if is_task(meta) else y
+
+
 def even_windows(folder, meta, split, n_tokens, block_size):
     """Inputs and targets (n, T) of windows of about n_tokens in all, spread evenly over a split."""
     starts = even_starts(meta["splits"][split]["tokens"], n_tokens, block_size)
-    return read_windows(folder / f"{split}.bin", meta["dtype"], starts, block_size)
+    return held_out_windows(folder, meta, split, starts, block_size)
 
 
 def even_starts(n_total, n_tokens, block_size):

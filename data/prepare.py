@@ -8,6 +8,7 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
     python data/prepare.py --input book.txt --tokenizer sotu-4096 # a tokenizer that is there, to go on from its runs
     python data/prepare.py --dataset wikitext103 --tokenizer gpt2 # from the Hugging Face hub: pip install datasets
     python data/prepare.py --dataset fineweb-edu --max_tokens 1e9 --vocab_size 32000
+    python data/prepare.py --dataset hops --hops 4                # no text: a task made from a seed (data/hops.py)
 
 The default needs no network, and train.py runs it by itself: the addresses are the text files of the package `sotu`
 (249 documents, 12.2 MB, public domain). <|endoftext|> comes before every document. The documents of a split form one
@@ -34,6 +35,7 @@ import tiktoken
 if __name__ == "__main__":                       # Python then looks for modules in data/ only: show it the folder above
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from data.encode import cut_long_runs, encode_all
+from data.hops import LETTERS, MAX_HOPS, draw_examples, example_tokens, vocabulary
 from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import ROOT, check_writable, read_json, write_atomic
 
@@ -42,6 +44,8 @@ BPE_SAMPLE_BYTES = 50_000_000     # more text hardly changes a vocabulary of a f
 HELD_OUT_DOCS = 2_000             # the first documents of a streamed corpus go to val and test in turn
 HUB = {"wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
        "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT")}
+TASK_FLAGS = [("hops", 6, "the most hops asked for"), ("symbols", 8, "size of the map"),
+              ("queries", 8, "queries in an example"), ("seed", 0, "of the held-out examples")]
 TABLE = 'not plain text; write its documents to a .jsonl, one {"text": "..."} per line'
 NOT_TEXT = {                      # endings of file names that --input refuses, and why
     **dict.fromkeys((".parquet", ".arrow", ".feather"), TABLE),
@@ -206,6 +210,11 @@ def named_tokenizer(name):
     stop(f"--tokenizer {name}: no prepared corpus there; give bpe, gpt2, or a folder that data/prepare.py wrote")
 
 
+def tokenizer_lines(ranks):
+    """The content of tokenizer.tiktoken, from {bytes of a token: its id}."""
+    return b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
+
+
 def load_tokenizer(folder):
     """The tiktoken.Encoding of a prepared folder, from its own files: no network."""
     meta = read_json(Path(folder, "meta.json"))
@@ -357,8 +366,7 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
     elif encoding is None:
         encoding, stream = bpe_of(stream, vocab_size)
 
-    ranks = encoding._mergeable_ranks            # tiktoken has no public accessor
-    lines = b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in sorted(ranks.items(), key=lambda item: item[1]))
+    lines = tokenizer_lines(encoding._mergeable_ranks)     # tiktoken has no public accessor
     dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
     meta = {"dataset": dataset, "tokenizer": tokenizer, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
             "pat_str": encoding._pat_str, "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
@@ -369,10 +377,42 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
     return out
 
 
+def prepare_hops(hops=6, symbols=8, queries=8, *, seed=0, out_dir=None, overwrite=False):
+    """Write the folder of the task of data/hops.py and return its path: HELD_OUT examples each for val and test, with
+    1 .. hops hops. Those of training are made when they are needed."""
+    bounds = [("hops", hops, 1, MAX_HOPS), ("symbols", symbols, 5, len(LETTERS)), ("queries", queries, 1, symbols)]
+    for flag, value, least, most in bounds:      # fewer symbols have too few maps, more queries no start of their own
+        if not least <= value <= most:
+            stop(f"--{flag} {value}: give {least} to {most}" + " (--symbols)" * (flag == "queries"))
+    name = f"hops-{hops}" + f"-n{symbols}" * (symbols != 8)
+    out = Path(out_dir or Path(__file__).parent / name)
+    task = {"dataset": "hops", "hops": hops, "symbols": symbols, "queries": queries, "seed": seed}
+    check_overwrite(out, overwrite, **task)
+    check_writable("--out_dir", out)
+    tokens = vocabulary(symbols)
+    lines = tokenizer_lines({text.encode(): i for i, text in enumerate(tokens)})
+    train = {"sha256": hashlib.sha256(json.dumps(task).encode()).hexdigest()}      # what they are made from
+    meta = {**task, "tokenizer": "hops", "vocab_size": len(tokens) + 1, "eot": len(tokens),
+            "pat_str": r"[a-z]>[a-z] |\n\d+ hops: |[a-z]", "tokenizer_sha256": hashlib.sha256(lines).hexdigest(),
+            "dtype": "uint16", "splits": {"train": train}}
+    (out / "meta.json").unlink(missing_ok=True)  # it marks a complete folder: removed first, written last
+    for i, split in enumerate(("val", "test")):
+        rng = np.random.default_rng((seed, i))
+        examples = draw_examples(rng, HELD_OUT_DOCS, meta, split, range(1, hops + 1))
+        content = examples.astype(meta["dtype"]).tobytes()
+        write_atomic(out / f"{split}.bin", content)
+        meta["splits"][split] = {"documents": len(examples), "tokens": examples.size,
+                                 "sha256": hashlib.sha256(content).hexdigest()}
+    write_atomic(out / "tokenizer.tiktoken", lines)
+    write_atomic(out / "meta.json", json.dumps(meta, indent=1).encode())
+    return out
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=["sotu", *HUB], default="sotu", help="corpus (default: sotu)")
+    parser.add_argument("--dataset", choices=["sotu", *HUB, "hops"], default="sotu",
+                        help="corpus (default: sotu), or the task hops")
     parser.add_argument("--input", nargs="+", metavar="FILE", default=[],
                         help="your own UTF-8 text instead: .txt and the like, or .jsonl with a field text")
     parser.add_argument("--tokenizer", default="bpe", metavar="NAME",
@@ -380,14 +420,23 @@ def main(argv=None):
                              "prepared folder, or its name under data/: the one that is there")
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained bpe (default: 4096)")
     parser.add_argument("--max_tokens", type=float, default=0, help="training tokens of a streamed data set (0: all)")
-    parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB)")
+    parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB, or data/hops-HOPS)")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace a corpus of other text, vocabulary or tokenizer in that folder")
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
     parser.add_argument("--workers", type=int, default=0, help="threads that encode (default 0: one per core)")
+    for name, default, text in TASK_FLAGS:
+        parser.add_argument(f"--{name}", type=int, help=f"of the task hops: {text} (default: {default})")
     parser.error = misused
     a = parser.parse_args(argv)
     require_at_least(a, workers=0)
+    task = {name: getattr(a, name) for name, _, _ in TASK_FLAGS if getattr(a, name) is not None}
+    if a.dataset == "hops":
+        out = prepare_hops(**task, out_dir=a.out_dir, overwrite=a.overwrite)
+        return print(f"{out}: {example_tokens(read_json(out / 'meta.json'))} tokens an example, {HELD_OUT_DOCS:,} "
+                     f"examples each for val and test; those of training are made when they are needed")
+    if task:
+        stop(f"--{next(iter(task))}: only with --dataset hops; drop one of the two")
     signal.signal(signal.SIGTERM, signal.default_int_handler)                      # ends as Ctrl-C does
     try:
         out = prepare(a.dataset, a.vocab_size, tokenizer=a.tokenizer, inputs=a.input, max_tokens=a.max_tokens,

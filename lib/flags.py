@@ -45,6 +45,8 @@ FLAGS = {
     "trick": [
         ("trick", str, "", "file with a subclass of LoopedLM that changes the loop, such as tricks/gate.py"),
         ("trick_args", str, "", "its options, joined by commas: n_lanes=4,rank=1")],
+    "task hops (data/hops.py)": [
+        ("raise_hops", float, 0.0, "begin with 1 hop, one more when the training loss is below this; 0: all at once")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
         ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states"),
@@ -98,8 +100,11 @@ LOOPED_MOE = dict(n_embd=704, block_size=1024, n_prelude=0, n_coda=0, inject="no
 READOUT = dict(block_size=256, n_prelude=0, n_coda=0, n_loop=4, inject="none", loop_norm=False, loss="per_loop",
                data="wikitext103-20000", optimizer="adamw", learning_rate=3e-4, embed_lr=1, weight_decay=0.01,
                beta2=0.999, schedule="constant", warmup_steps=0, eval_interval=2000, eval_tokens=2 ** 18)
+HOPS = dict(n_embd=64, head_dim=16, block_size=32, n_loop=8, inject="none", loop_norm=False, data="hops",
+            raise_hops=0.1, batch_size=64, schedule="constant", max_steps=1500, eval_tokens=16384)
 PRESETS = {
     "pocket": dict(max_steps=600),
+    "hops": HOPS,
     "isodepth-r1": dict(ISODEPTH, n_recur=16, n_loop=1, inject="none"),
     "isodepth-r2": dict(ISODEPTH, n_recur=8, n_loop=2),
     "isodepth-r4": dict(ISODEPTH, n_recur=4, n_loop=4),
@@ -180,7 +185,7 @@ def complete(line):
         if a[name] < 1:
             stop(f"--{name}={a[name]}: must be at least 1")
     for name in ("learning_rate", "embed_lr", "weight_decay", "grad_clip", "warmup_steps", "norm_penalty", "bptt",
-                 "eval_interval", "threads", "peak_tflops", *HORIZON):
+                 "raise_hops", "eval_interval", "threads", "peak_tflops", *HORIZON):
         if not 0 <= a[name] < math.inf:
             stop(f"--{name}={a[name]}: must be a finite number and not negative")
     for name, fits, limit in (("beta2", a["beta2"] < 1, "below 1"), ("final_lr", a["final_lr"] <= 1, "at most 1"),
@@ -260,7 +265,7 @@ def list_presets():
     for name in PRESETS:
         args = complete({"preset": name})
         size = str(args.data).rpartition("-")[2]
-        cfg = config_of(args, {"gpt2": 50257, "sotu": 4096}.get(size) or int(size))
+        cfg = config_of(args, {"gpt2": 50257, "sotu": 4096, "hops": 89}.get(size) or int(size))
         n, F = LoopedLM.param_counts(cfg), flops_of(args, cfg)
         tokens = steps_of(args, cfg) * args.batch_size * args.grad_accum * cfg.block_size
         print(f"{name:18s} {sum(n.values()) / 1e6:10.1f}M {(n['once'] + n['recurrent'] + n['injection']) / 1e6:8.1f}M "

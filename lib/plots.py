@@ -46,10 +46,19 @@ def read_metrics(folder):
 
 def plot_loss(out, title):
     batches, evaluations = read_metrics(out)
-    fig, axis = pyplot().subplots(figsize=(7, 4.2))
+    hops = [name for name in evaluations.dtype.names if name.startswith("val_acc_")]
+    if hops:                                     # the task hops has a second picture
+        fig, (axis, hops_axis) = pyplot().subplots(1, 2, figsize=(13, 4.2))
+    else:
+        fig, axis = pyplot().subplots(figsize=(7, 4.2))
     axis.plot(batches["tokens"] / 1e6, batches["train_loss"], label="training batch", **GREY)
     axis.plot(evaluations["tokens"] / 1e6, evaluations["val_loss"], "C0o-", label="validation")
     finish(axis, title, "tokens seen (millions)", "loss (nats per token)")
+    for p, name in enumerate(hops, 1):
+        hops_axis.plot(evaluations["tokens"] / 1e6, evaluations[name], "o-", label=f"{p} hops")
+    if hops:
+        hops_axis.set_ylim(0, 1.02)
+        finish(hops_axis, "maps it was not trained on", "tokens seen (millions)", "share of right answers")
     save(fig, out / "loss.png")
 
 
@@ -304,6 +313,68 @@ def plot_readout(cells, folders, title, path):
     pass_axis.axvline(K, **GREY)
     fig.suptitle(title)
     save(fig, path)
+
+
+def plot_hops(groups, folders, path):
+    """groups {name: [hops_study.study_run of each seed]}, folders {run: its folder}. A row of pictures for each group:
+    right answers against passes, what the state names, right answers against training FLOPs."""
+    n = len(groups)
+    fig, axes = pyplot().subplots(n, 3, figsize=(16, 4.4 * n), squeeze=False)
+    for name, row in zip(groups, axes):
+        pass_axis, name_axis, flops_axis = row
+        runs = groups[name]
+        first = runs[0]
+        H = first["hops"]
+        accuracy = [run["accuracy"] for run in runs]
+        accuracy = np.array(accuracy)            # (seeds, passes, hops)
+        P = accuracy.shape[2]
+        shades = pyplot().cm.viridis(np.linspace(0, 0.9, P))
+        draw_passes(pass_axis, accuracy, H, shades)
+        pass_axis.axvline(first["n_loop"], **GREY)
+        finish(pass_axis, name, "passes (grey: as trained; dotted: hops not trained)", "share of right answers")
+        named = [run["named"] for run in runs if run["named"]]
+        if named:
+            draw_names(name_axis, np.mean(named, axis=0))
+        name_axis.set(title=f"asked for {H} hops: what the readout names")
+        for run in runs:
+            _, evaluations = read_metrics(folders[run["run"]])
+            draw_learning(flops_axis, evaluations, shades[:H])
+        finish(flops_axis, "learning, each seed", "training FLOPs", "share of right answers")
+        for axis in (pass_axis, flops_axis):
+            axis.set_ylim(0, 1.02)
+    save(fig, path)
+
+
+def draw_passes(axis, accuracy, H, shades):
+    """Mean and range over seeds of accuracy (seeds, passes, hops), a line for each number of hops; trained: up to H."""
+    passes = np.arange(accuracy.shape[1]) + 1
+    for p, shade in enumerate(shades, 1):
+        style = {"color": shade, "label": f"{p} hops"}
+        if p > H:
+            style = {"color": "0.6", "ls": ":"}
+        seeds = accuracy[:, :, p - 1]
+        low = seeds.min(0)
+        high = seeds.max(0)
+        axis.plot(passes, seeds.mean(0), marker="o", **style)
+        axis.fill_between(passes, low, high, color=style["color"], alpha=0.15, lw=0)
+
+
+def draw_names(axis, named):
+    """named (passes, steps): the share of readouts that name each step of the way."""
+    n_passes, n_steps = named.shape
+    extent = (0.5, n_passes + 0.5, -0.5, n_steps - 0.5)
+    image = axis.imshow(named.T, vmin=0, vmax=1, origin="lower", aspect="auto", extent=extent)
+    axis.figure.colorbar(image)
+    axis.set(xlabel="after pass", ylabel="steps from the start")
+    axis.grid(False)
+
+
+def draw_learning(axis, evaluations, shades):
+    """Right answers of one run by training FLOPs, from its metrics; named in the legend once."""
+    is_first = not axis.lines
+    for p, shade in enumerate(shades, 1):
+        label = f"{p} hops" if is_first else None
+        axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
 
 
 def plot_tasks(columns, axes, unit, path):

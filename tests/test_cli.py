@@ -64,7 +64,8 @@ def test_readme_command(command, run, tmp_path):
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
 
 
-@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "readout_study", "routing_study", "sample"])
+@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "hops_study", "readout_study", "routing_study",
+                                    "sample"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
     parts = {"fit_law": ["sweep", "optima", "verdict"], "early_exit": ["exit_speed"]}.get(script, [])
