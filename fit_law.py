@@ -29,8 +29,9 @@ from lib.console import misused, stop
 from lib.files import ROOT, check_writable, write_json, writing
 from lib.plots import plot_law, plot_scoreboard
 from optima import cmd_allocate, cmd_isoflop
-from sweep import (CONVENTIONS, GRIDS, at_budgets, check_fittable, cmd_collect, cmd_plan, load_runs, loops_needed,
-                   nominal_budgets, number, read_rows, select)
+from runs import (CONVENTIONS, at_budgets, check_fittable, load_runs, loops_needed, nominal_budgets, number, read_rows,
+                  select)
+from sweep import GRIDS, cmd_collect, cmd_plan
 from verdict import cmd_verdict
 
 PUBLISHED = str(ROOT / "data" / "isodepth_runs.csv")
@@ -319,7 +320,9 @@ def parse_args():
     add = command(cmd_verdict, "whether a trick saves compute, from pairs of runs with and without it")
     add("baseline", "table of the runs without it")
     add("runs", "table of the runs with it, several tricks told apart by the column sweep")
+    add("--curve", "table that says how the baseline's loss falls with compute (default: the baseline's)")
     add("--budgets", "only the pairs at these training FLOPs (default: all that both tables have)", **reals)
+    add("--scoreboard", "also put the verdicts into this table, such as results/tricks.csv, and draw it", metavar="FILE")
     add("--json", "also write the numbers to this file", metavar="FILE")
     add = command(cmd_table, "the scoreboard of tricks, ranked, with its plot")
     default = str(ROOT / "results" / "phi_table.csv")
@@ -345,7 +348,7 @@ def main():
                 stop(f"--{flag}={value}: must be at most 1000000000")
     if not 20 <= getattr(args, "resamples", 20) <= 100_000:
         stop(f"--resamples={args.resamples}: 95% intervals take from 20 to 100000")
-    for flag in ("json", "plot", "table"):  # before the work, not after it
+    for flag in ("json", "plot", "table", "scoreboard"):  # before the work, not after it
         path = getattr(args, flag, None)
         if path is None:
             continue

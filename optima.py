@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from law import fit_law, label_groups, predict_at, span
 from lib.console import stop
-from sweep import SAME_BUDGET, check_fittable, count_parameters, load_runs, select
+from runs import SAME_BUDGET, check_fittable, count_parameters, load_runs, select
 
 
 # --- isoflop ---

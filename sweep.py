@@ -1,22 +1,31 @@
 """
-Sweeps of train.py: print one as a list of commands, collect its finished runs into a table, read such a table and count
-its parameters by a convention. The commands are fit_law.py's `plan` and `collect`.
+Sweeps of train.py: print a grid as commands, run commands on all cores, collect finished runs, try a trick.
+
+    python sweep.py try tricks/gate.py                  # does it save compute? 30 runs, 15 min on two idle cores
+    python sweep.py try --flags=--inject=add --name=e_plus_h      # a trick that is a flag
+    python sweep.py run sweep.sh                        # the commands of a file, such as `fit_law.py plan` prints
+    python sweep.py baseline                            # the runs that a trick is paired with: results/baseline_runs.csv
+
+Every command goes on where it was stopped: finished runs are not run again, and `try` and `baseline` also take a run as
+done that their table in results/ holds. A grid as a list of commands, `plan`, and a table of any runs, `collect`, are
+commands of fit_law.py. Runs of one shape share a process: it imports torch once and compiles the model once.
 """
+import argparse
 import csv
+import io
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
+from pathlib import Path
 
-import numpy as np
-
-from law import FORMS
-from lib.console import stop
-
-SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a budget: each rounds it to whole steps
-
+from lib.console import duration, misused, progress, require_at_least, stop
+from lib.files import ROOT, check_writable, read_json, write_atomic
 
 # --- plan ---
 
@@ -36,6 +45,8 @@ GRIDS = {
         loops=[1, 2, 4, 8], experts=[0], inject="linear", multiple=128, looped=16, vocab_size=32064, speed=4e14,
         flags="--preset=isodepth-r{n_loop} --n_embd={n_embd}"),
     "pocket": POCKET,
+    "try": dict(POCKET, loops=[1, 2, 4], widths={1.5e12: [32, 48], 3.8e12: [48, 64], 9.6e12: [64]},
+                flags=POCKET["flags"] + " --compile=true"),
     "trick": dict(POCKET, loops=[2, 4], widths={6e11: [16, 24, 32], 1.5e12: [24, 32, 48], 3.8e12: [32, 48, 64]}),
     "moe": dict(POCKET,  # base, looped, moe and looped-moe of arXiv 2605.09165: 8 layers, half of them passed twice
         widths={1.5e12: [16, 24, 32, 48], 3.8e12: [24, 32, 48, 64], 9.6e12: [32, 48, 64, 96]}, loops=[1, 2],
@@ -44,228 +55,302 @@ GRIDS = {
 }
 
 
-def cmd_plan(args):
-    """Print a grid, one train.py command a line."""
+def plan_runs(preset, folder, flags="", seeds=(42,), budgets=None, widths=None, loops=None, vocab_size=None):
+    """The runs of a grid: a list of (flags of train.py, training FLOPs, FLOPs per token)."""
     from lib.flags import config_of, flops_of, parse  # bring torch along, which the fits do not need
     from lib.tricks import model_class
-    grid = GRIDS[args.preset]
-    if args.preset == "trick" and not args.flags:
-        stop("--preset=trick: name the trick, such as --flags=--trick=tricks/gate.py --name=gate; the loop without it "
-             "is --preset=pocket")
-    clash = re.search(r"--(n_embd|n_recur|n_loop|seed|max_flops|out_dir)\b", args.flags)
+    grid = GRIDS[preset]
+    clash = re.search(r"--(n_embd|n_recur|n_loop|seed|max_flops|out_dir)\b", flags)
     if clash:
         stop(f"--flags: {clash[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
-    shared, _ = parse(shlex.split(args.flags))
+    shared, _ = parse(shlex.split(flags))
     requires = model_class(shared.trick, shared.trick_args).requires
-    speed, vocab_size = args.speed or grid["speed"], args.vocab_size or grid["vocab_size"]
-    folder = args.name or f"{args.preset}-sweep"
-    lines, total = [], 0
-    for budget in args.budgets or grid["widths"]:
-        widths = args.widths or grid["widths"].get(budget)
-        if not widths:
-            stop(f"--budgets={budget:g}: the {args.preset} preset has no widths for it: give --widths")
-        for d, r, n_expert, seed in product(widths, args.loops or grid["loops"], grid["experts"], args.seeds):
+    planned = []
+    for budget in budgets or grid["widths"]:
+        at_budget = widths or grid["widths"].get(budget)
+        if not at_budget:
+            stop(f"--budgets={budget:g}: the {preset} preset has no widths for it: give --widths")
+        for d, r, n_expert, seed in product(at_budget, loops or grid["loops"], grid["experts"], seeds):
             if d % grid["multiple"] or grid["looped"] % r:
-                stop(f"--widths={d} --loops={r}: {args.preset} takes multiples of {grid['multiple']} as widths and "
-                     f"loop counts that divide {grid['looped']}")
+                stop(f"--widths={d} --loops={r}: {preset} takes multiples of {grid['multiple']} as widths and loop "
+                     f"counts that divide {grid['looped']}")
             inject = requires.get("inject", grid["inject"] if r > 1 else "none")
             n_recur = grid["looped"] // r
-            flags = grid["flags"].format(n_embd=d, n_loop=r, n_recur=n_recur, inject=inject, n_expert=n_expert)
+            text = grid["flags"].format(n_embd=d, n_loop=r, n_recur=n_recur, inject=inject, n_expert=n_expert)
             experts = f"-e{n_expert}" if n_expert else ""
-            flags += f" {args.flags} --max_flops={budget:g} --seed={seed} " \
-                     f"--out_dir=out/{folder}/C{budget:g}-d{d}-r{r}{experts}-s{seed}"
-            run, _ = parse(shlex.split(flags))  # refuses flags that train.py would refuse
-            F = flops_of(run, config_of(run, vocab_size))
-            lines.append(f"python train.py {' '.join(flags.split())}  # F={F:.4g} tokens={budget / F:.4g} "
-                         f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
-            total += budget
-    print("\n".join(lines))
-    print(f"{len(lines)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours of a core or GPU", file=sys.stderr)
+            text += f" {flags} --max_flops={budget:g} --seed={seed} " \
+                    f"--out_dir=out/{folder}/C{budget:g}-d{d}-r{r}{experts}-s{seed}"
+            run_flags = shlex.split(text)
+            args, _ = parse(run_flags)  # refuses flags that train.py would refuse
+            per_token = flops_of(args, config_of(args, vocab_size or grid["vocab_size"]))
+            planned.append((run_flags, budget, per_token))
+    return planned
 
+
+def cmd_plan(args):
+    """Print a grid, one train.py command a line."""
+    if args.preset in ("trick", "try") and not args.flags:
+        stop(f"--preset={args.preset}: name the trick, such as --flags=--trick=tricks/gate.py --name=gate; the loop "
+             "without it is --preset=pocket")
+    speed = args.speed or GRIDS[args.preset]["speed"]
+    planned = plan_runs(args.preset, args.name or f"{args.preset}-sweep", args.flags, args.seeds, args.budgets,
+                        args.widths, args.loops, args.vocab_size)
+    for flags, budget, per_token in planned:
+        print(f"python train.py {shlex.join(flags)}  # F={per_token:.4g} tokens={budget / per_token:.4g} "
+              f"~{budget / speed / 60:.3g} min at {speed:.2g} FLOP/s")
+    total = sum(budget for _, budget, _ in planned)
+    print(f"{len(planned)} runs, {total:.4g} FLOPs: {total / speed / 3600:.3g} hours of a core or GPU", file=sys.stderr)
+
+
+# --- run ---
+
+def folder_of(flags):
+    from lib.flags import parse
+    args, _ = parse(flags)
+    return Path(args.out_dir)
+
+
+def train_in_turn(commands):
+    """The work of one process: these runs, lists of flags, of one shape. The log of a run is in its folder."""
+    from lib.flags import parse
+    from train import train
+    for flags in commands:
+        args, explicit = parse(flags)
+        folder = Path(args.out_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        sys.argv = ["train.py", *flags]          # what config.json notes as the command
+        with open(folder / "log.txt", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+            train(args, explicit)
+
+
+def share_done(folder, max_flops):
+    """How much of a run is done, 0 to 1, by its metrics.csv."""
+    if (folder / "summary.json").is_file():
+        return 1.0
+    try:
+        last = (folder / "metrics.csv").read_text().splitlines()[-1]
+        return min(1.0, float(last.split(",")[2]) / max_flops)
+    except (OSError, IndexError, ValueError):    # not begun, or only the line of names
+        return 0.0
+
+
+def run_all(runs, jobs):
+    """Train the runs [(flags of train.py, training FLOPs)] that are not finished, jobs processes at a time. Stopped by
+    hand, each run saves and resumes the next time."""
+    from lib.flags import check_same_run, parse
+    todo, groups = {}, {}
+    for flags, flops in runs:
+        folder = folder_of(flags)
+        if (folder / "config.json").is_file():   # finished or not, it has to be the run that is asked for
+            saved = read_json(folder / "config.json")
+            check_same_run(parse(flags)[1], saved, saved["data_sha256"], folder, False)
+        if not (folder / "summary.json").is_file():
+            todo[folder] = flops
+            shape = tuple(f for f in flags if not f.startswith(("--seed", "--max_flops", "--out_dir")))
+            groups.setdefault(shape, []).append(flags)
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)
+    queue = sorted(groups.values(), key=lambda group: -sum(todo[folder_of(flags)] for flags in group))
+
+    def work_done():
+        return sum(flops * share_done(folder, flops) for folder, flops in todo.items())
+    context = multiprocessing.get_context("spawn")
+    begin, before, total, running = time.time(), work_done(), sum(todo.values()), []
+    try:
+        while queue or running:
+            while queue and len(running) < jobs:
+                process = context.Process(target=train_in_turn, args=(queue.pop(0),))
+                process.start()
+                running.append(process)
+            time.sleep(1)
+            for process in [p for p in running if not p.is_alive()]:
+                running.remove(process)
+                if process.exitcode:
+                    raise ChildProcessError
+            work = work_done()
+            finished = sum((folder / "summary.json").is_file() for folder in todo)
+            eta = (time.time() - begin) / max(work - before, 1) * (total - work)
+            progress(f"{finished} of {len(todo)} runs, {work / total:.0%} of the FLOPs"
+                     + (f", ETA {duration(eta)}" if work > before else ""), keep=False)
+    except (KeyboardInterrupt, ChildProcessError) as problem:
+        for process in running:
+            process.terminate()                  # train.py finishes the step and saves
+        for process in running:
+            process.join()
+        if isinstance(problem, KeyboardInterrupt):
+            print("\nstopped, and every run saved: the same command goes on from there", file=sys.stderr)
+            raise SystemExit(130)
+        begun = [f for f in todo if (f / "log.txt").is_file() and not (f / "summary.json").is_file()]
+        latest = max(begun, key=lambda f: "error" in (f / "log.txt").read_text())
+        stop(f"the run {latest} failed; its log.txt ends with: {(latest / 'log.txt').read_text().strip()[-300:]}")
+    if todo:
+        progress(f"{len(todo)} runs in {duration(time.time() - begin)}", keep=True)
+
+
+def cmd_run(args):
+    """Run the train.py commands of a file, several at a time; finished runs are skipped."""
+    from lib.flags import config_of, flops_of, parse, steps_of
+    try:
+        lines = Path(args.file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"{args.file}: cannot read it ({error}): give a file that `fit_law.py plan` wrote")
+    runs = []
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        if words[:2] != ["python", "train.py"]:
+            stop(f"{args.file}: the line {line[:60]!r} is not a command python train.py --flags: remove it")
+        flags, _ = parse(words[2:])
+        cfg = config_of(flags, flags.vocab_size or 4096)
+        steps = steps_of(flags, cfg)
+        tokens = steps * flags.batch_size * flags.grad_accum * cfg.block_size
+        runs.append((words[2:], tokens * flops_of(flags, cfg, steps)))
+    run_all(runs, args.jobs)
+
+
+# --- collect ---
 
 SUMMARY = ["sweep", "run", "seed", "n_loop", "n_prelude", "n_recur", "n_coda", "n_embd", "n_expert", "inject", "trick",
            "n_once", "n_rec", "n_total", "tokens", "flops", "val_loss", "val_bpb", "wall_s", "tok_per_s"]
+
+
+def read_summary(folder):
+    """The row of a finished run, {column: value}; None if it is not finished."""
+    path = os.path.join(folder, "summary.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            summary = json.load(f)
+        summary.setdefault("trick", "")          # a run of an earlier version
+        summary["sweep"] = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # out/SWEEP/RUN
+        return {key: summary[key] for key in SUMMARY}
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        stop(f"{path} is not a summary of train.py ({type(error).__name__}: {error}): remove it and run again")
 
 
 def cmd_collect(args):
     """The summary.json files of finished runs as one table, to stdout."""
     rows = []
     for folder in args.folders:
-        path = os.path.join(folder, "summary.json")
-        try:
-            with open(path, encoding="utf-8") as f:
-                summary = json.load(f)
-            sweep = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # out/SWEEP/RUN
-            summary.setdefault("trick", "")      # a run of an earlier version
-            rows.append([sweep, *(summary[k] for k in SUMMARY[1:])])
-        except OSError:
+        row = read_summary(folder)
+        if row is None:
             print(f"skipped {folder}: it has no summary.json, which a finished run writes", file=sys.stderr)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            stop(f"{path} is not a summary of train.py ({type(error).__name__}: {error}): remove it and run again")
+        else:
+            rows.append(row)
     if not rows:
         stop(f"none of the {len(args.folders)} folders holds a finished run: give the --out_dir folders of train.py")
-    csv.writer(sys.stdout, lineterminator="\n").writerows([SUMMARY, *rows])
+    write_rows(sys.stdout, rows)
 
 
-# --- reading runs ---
-
-ALIASES = {"C_flops": "flops", "r": "n_loop", "d_model": "n_embd", "N_once": "n_once", "N_rec": "n_rec",
-           "D_tokens": "tokens", "val_loss_nats": "val_loss"}  # names in the digitised tables
-REQUIRED = ["flops", "n_loop", "n_embd", "n_once", "n_rec", "tokens", "val_loss"]
-OPTIONAL = dict(sweep="", trick="", n_expert=0.0, seed=0.0)  # columns that some tables leave out, besides inject
-WHOLE = ["n_loop", "n_embd", "n_prelude", "n_recur", "n_coda", "n_expert", "seed"]
-TEXT = ["sweep", "run", "inject", "trick"]  # a sweep called 7 is a name
-IDENTITY = ["sweep", "budget", "n_loop", "n_expert", "inject", "trick", "n_embd", "seed"]  # runs differ in one of these
+def write_rows(file, rows):
+    writer = csv.DictWriter(file, SUMMARY, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
-def number(text):
+# --- try ---
+
+def read_done(path):
+    """{(sweep, run): row} of a table that is extended run by run; empty if there is none yet."""
+    if not os.path.isfile(path):
+        return {}
+    with open(path, newline="", encoding="utf-8") as f:
+        reader = csv.DictReader(f)
+        if reader.fieldnames != SUMMARY:
+            stop(f"{path}: is no table of runs, whose columns are {','.join(SUMMARY)}: give another --table")
+        return {(row["sweep"], row["run"]): row for row in reader}
+
+
+def complete_table(path, planned, jobs):
+    """Run what the table at path does not hold yet of the planned runs, and add it there."""
+    done = read_done(path)
+    runs = []
+    for flags, budget, _ in planned:
+        folder = folder_of(flags)
+        if (folder.parent.name, folder.name) not in done:
+            runs.append((flags, budget))
+    n_done = len(planned) - len(runs)
+    if n_done:
+        print(f"{n_done} runs are in {os.path.relpath(path)}")
+    if not runs:
+        return
     try:
-        return float(text)
-    except (TypeError, ValueError):
-        return np.nan
+        run_all(runs, jobs)
+    finally:                                     # what is finished counts, whatever stopped the rest
+        for flags, _ in runs:
+            folder = folder_of(flags)
+            row = read_summary(folder)
+            if row:
+                done[folder.parent.name, folder.name] = row
+        text = io.StringIO()
+        write_rows(text, done.values())
+        write_atomic(Path(path), text.getvalue().encode())
 
 
-def read_rows(path, source):
-    """The column names of a CSV file and {line number: {column: text}}; stops where a cell's column is in doubt.
-
-    source: what the error says about where such a file comes from.
-    """
-    lines, line = {}, 1
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as f:
-            reader = csv.reader(f, strict=True)
-            for cells in reader:
-                if cells:  # not a blank line
-                    lines[line] = [cell.strip() for cell in cells]
-                line = reader.line_num + 1
-    except csv.Error as error:
-        stop(f"{path} line {line} is not CSV ({error}): repair that line")
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"cannot read {path} ({error}): {source}")
-    if not lines:
-        return [], {}
-    top = min(lines)
-    names = [ALIASES.get(name, name) for name in lines.pop(top)]
-    if "" in names:
-        stop(f"{path} line {top}: column {names.index('') + 1} has no name: name it or remove it")
-    for name in names:
-        if names.count(name) > 1:
-            stop(f"{path} line {top}: {names.count(name)} columns hold {name}: keep one of them")
-    for line, cells in lines.items():
-        if len(cells) != len(names):
-            stop(f"{path} line {line} has {len(cells)} cells, but there are {len(names)} columns: repair or remove it, "
-                 "and write numbers without a comma")
-    return names, {line: dict(zip(names, cells)) for line, cells in lines.items()}
+def cmd_baseline(args):
+    """Train the runs that every trick is paired with, and write their table."""
+    check_writable("--table", Path(args.table).parent)
+    complete_table(args.table, plan_runs("try", "baseline", seeds=args.seeds), args.jobs)
 
 
-def load_runs(path, convention="written"):
-    """A table of runs as a dict of columns (n,), checked, with N_once and N_rec counted by the convention.
-
-    Adds `budget`, the nominal FLOPs, and the columns OPTIONAL and inject that the table leaves out.
-    """
-    names, rows = read_rows(path, "give a table made by `collect`, or one of data/isodepth*.csv")
-    missing = [k for k in REQUIRED if not rows or k not in names]
-    if missing:
-        stop(f"{path} has no runs or lacks the column {', '.join(missing)}: make it with `collect out/* > runs.csv`")
-    for line, row in rows.items():
-        for key in REQUIRED:
-            value = number(row[key])
-            if not (0 < value < np.inf or value == 0 and key == "n_once"):  # NaN fails both
-                stop(f"{path} line {line}: {key} is {row[key]!r}, not a positive number: repair or remove that run")
-        for key in WHOLE:
-            if key in row and not number(row[key]) % 1 == 0:  # NaN is not equal
-                stop(f"{path} line {line}: {key} is {row[key]!r}, not a whole number: repair or remove that run")
-        if row.get("inject") == "":
-            stop(f"{path} line {line}: inject is empty: write none, linear or what the run had")
-    runs = {key: np.full(len(rows), value) for key, value in OPTIONAL.items()}
-    for key in names:
-        texts = np.array([row[key] for row in rows.values()])
-        values = np.array([number(text) for text in texts])
-        runs[key] = texts if key in TEXT or np.isnan(values).any() else values
-    if "inject" not in names:
-        runs["inject"] = np.where(runs["n_loop"] > 1, "linear", "none")
-    runs["budget"] = nominal_budgets(runs["flops"])
-    first = {}
-    for line, key in zip(rows, zip(*(runs[k] for k in IDENTITY))):
-        if first.setdefault(key, line) != line:
-            stop(f"{path} lines {first[key]} and {line} are one run (same {', '.join(IDENTITY)}): keep one of them")
-    if convention == "page" and not ({"n_prelude", "n_recur", "n_coda"} <= runs.keys() and np.all(
-            runs["n_prelude"] + runs["n_loop"] * runs["n_recur"] + runs["n_coda"] == 20)):
-        stop(f"--convention=page holds for the paper's grid of 20 layers only and {path} is another: use written")
-    has_matrix = (runs["inject"] == "linear") & (runs["sweep"] != "hyperconnect")
-    matrix = 2 * runs["n_embd"] ** 2 * has_matrix
-    for line, size, rec in zip(rows, matrix, runs["n_rec"]):
-        if rec <= size:
-            stop(f"{path} line {line}: n_rec is {rec:g}, but its injection matrix alone has {size:g}: repair that run")
-    runs["n_once"], runs["n_rec"] = count_parameters(runs["n_once"], runs["n_rec"], matrix, runs["n_embd"],
-                                                     runs["n_loop"], convention)
-    return runs
+def cmd_try(args):
+    """Train the grid with a trick, and say whether it saves compute against the same runs without it."""
+    from verdict import judge_tables
+    if bool(args.trick) == bool(args.flags):
+        stop("try: give either the file of a trick, such as tricks/gate.py, or --flags with --name")
+    if args.flags and not args.name:
+        stop("--flags: give the trick a --name, under which the scoreboard lists it")
+    check_writable("--table", Path(args.table).parent)
+    flags = f"--trick={args.trick}" if args.trick else args.flags
+    if args.trick_args:
+        flags += f" --trick_args={args.trick_args}"
+    name = args.name or Path(args.trick).stem
+    complete_table(args.table, plan_runs("try", name, flags, args.seeds, loops=args.loops), args.jobs)
+    judge_tables(args.baseline, args.table, curve=args.curve, only=name, scoreboard=args.scoreboard)
 
 
-# Where the injection matrix W (d x 2d) is counted: phi depends on it, N_eff/N(r=1) hardly does.
-CONVENTIONS = {"written": "injection matrix in N_rec, the formula the paper prints",
-               "inj_once": "injection matrix in N_once",
-               "page": "the counts behind the published 0.459",
-               "no_inj": "injection matrix not counted"}
+# --- command line ---
+
+def parse_args():
+    from lib.machine import default_jobs
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Sweeps: try a trick, or run a list of commands")
+    parser.error = misused
+    commands = parser.add_subparsers(required=True)
+
+    def command(function, text):
+        sub = commands.add_parser(function.__name__[4:], help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(function=function)
+        sub.error = misused
+        sub.add_argument("--jobs", help="runs side by side (default: one per core, or one on a GPU)", type=int)
+        return lambda name, text, **options: sub.add_argument(name, help=text, **options)
+
+    results = ROOT / "results"
+    seeds = dict(type=int, nargs="+")
+    baseline = str(results / "baseline_runs.csv")
+    add = command(cmd_try, "train the grid with a trick, pair it with the baseline, print the verdict")
+    add("trick", "file of the trick, such as tricks/gate.py", nargs="?", default="")
+    add("--trick_args", "its options, name=value,...", default="")
+    add("--flags", "instead of a file: flags of train.py that are the trick", default="", metavar="'--a=1 --b=2'")
+    add("--name", "of the trick in the tables (default: that of its file)", default="")
+    add("--seeds", "a run for each (default 42 43)", default=[42, 43], **seeds)
+    add("--loops", "n_loop (default 1 2 4)", type=int, nargs="+")
+    add("--baseline", "table of the runs without it (default results/baseline_runs.csv)", default=baseline)
+    add("--curve", "table that says how the baseline's loss falls with compute (default results/pocket_runs.csv)",
+        default=str(results / "pocket_runs.csv"))
+    add("--table", "table of the runs with tricks (default results/try_runs.csv)", default=str(results / "try_runs.csv"))
+    add("--scoreboard", "table of verdicts (default results/tricks.csv)", default=str(results / "tricks.csv"))
+    add = command(cmd_baseline, "train the runs without a trick")
+    add("--seeds", "a run for each (default 42 43 44)", default=[42, 43, 44], **seeds)
+    add("--table", "where they go (default results/baseline_runs.csv)", default=baseline)
+    add = command(cmd_run, "run a list of train.py commands on all cores")
+    add("file", "one command a line, as `fit_law.py plan` prints them")
+    args = parser.parse_args()
+    args.jobs = default_jobs() if args.jobs is None else args.jobs
+    require_at_least(args, jobs=1)
+    return args
 
 
-def count_parameters(once, rec, inj, d, r, convention):
-    """(N_once, N_rec) of the law, from matrix parameters of which rec includes the injection matrix inj."""
-    if convention == "page":  # a straight line through N = 240, 146, 98, 74 d^2 against 16/r
-        block = 1363 / 115 * d ** 2
-        return 139.5 * d ** 2 - 7.5 * block, 16 / r * block
-    return (once + inj if convention == "inj_once" else once), (rec if convention == "written" else rec - inj)
-
-
-def nominal_budgets(flops):
-    """Each run's budget: the median FLOPs, to three digits, of the runs within SAME_BUDGET of the cheapest of them."""
-    budget, rest = np.empty(len(flops)), np.ones(len(flops), bool)
-    while rest.any():
-        group = rest & (flops < SAME_BUDGET * flops[rest].min())
-        budget[group] = float(f"{np.median(flops[group]):.2e}")
-        rest &= ~group
-    return budget
-
-
-def select(runs, mask):
-    return {k: v[mask] for k, v in runs.items()}
-
-
-def at_budgets(runs, budgets, path):
-    """The runs at these training FLOPs, each within SAME_BUDGET of one; stops at a budget without a run."""
-    ratio = runs["budget"][:, None] / budgets  # (n, budgets on the command line)
-    near = np.abs(np.log(ratio)) < np.log(SAME_BUDGET)
-    for budget, present in zip(budgets, near.any(0)):
-        if not present:
-            names = ", ".join(f"{b:g}" for b in np.unique(runs["budget"]))
-            stop(f"--budgets={budget:g}: {path} has {names}")
-    return select(runs, near.any(1))
-
-
-# --- can a law be fitted to them? ---
-
-def loops_needed(form, loops):
-    """How many different loop counts a fit of this form needs."""
-    return max(2, len(loops)) if form == "free" else 1 + len(FORMS[form][0])
-
-
-def check_fittable(runs, path, form):
-    n, loops = len(runs["val_loss"]), np.unique(runs["n_loop"])
-    if n < 10:
-        stop(f"{path} has {n} runs but the law has 6 parameters: at least 10 runs are needed")
-    if np.ptp(runs["val_loss"]) == 0:
-        stop(f"{path}: all runs have the loss {runs['val_loss'][0]:g}, so there is nothing to fit: check val_loss")
-    looped = runs["n_loop"] > 1
-    for key in ("sweep", "n_expert", "inject", "trick"):
-        kinds, plain = set(runs[key][looped]), set(runs[key][~looped])
-        # r=1 without injection or trick serves every sweep, injection and trick, but only its own n_expert
-        serves_all = len(plain) == 1 if key == "sweep" else plain == {dict(inject="none", trick="").get(key)}
-        if not serves_all:
-            kinds |= plain
-        if len(kinds) > 1:
-            names = ", ".join(f"{kind:g}" if key == "n_expert" else kind or "none" for kind in sorted(kinds))
-            stop(f"{path} mixes {key} {names}: keep the runs of one {key} in the file, or use `compare`")
-    needed = loops_needed(form, loops)
-    if needed > len(loops):
-        stop(f"{path} has only n_loop {', '.join(f'{r:g}' for r in loops)}, so the recurrence term of --form={form} is "
-             f"not identifiable: add runs with {needed - len(loops)} more n_loop, or use --form=none")
+if __name__ == "__main__":
+    arguments = parse_args()
+    arguments.function(arguments)

@@ -44,6 +44,7 @@ from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
 from lib.optim import lr_at, make_optimizers
 from lib.plots import plot_loss
 from lib.tricks import class_of_checkpoint, describe, model_class, trick_file
+from model import LoopedLM
 
 
 # --- evaluation ---
@@ -140,16 +141,40 @@ def clip_and_measure(model, grad_clip):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
 
 
-def try_compile(model, idx, autocast):
-    """Compile the blocks; where that fails (no compiler, no Triton) train eagerly and say so in one line."""
-    try:
-        model.compile_blocks()
+# --- compile ---
+def try_compile(model, autocast, settings, batch_size, steady):
+    """Compile the model. Where that fails, or computes other gradients, train eagerly and say so in one line.
+    settings: how the first step runs the model. steady: so does every step, and on a CPU one graph serves them all."""
+    cfg, device = model.cfg, model.table.device
+    whole = steady and not cfg.n_expert and device.type == "cpu"
+    idx = torch.arange(batch_size * cfg.block_size, device=device).view(batch_size, -1) % cfg.vocab_size
+    targets = idx.clone()                        # one tensor for both would be another graph
+
+    def gradients():
         with autocast():
-            model(idx, idx)[1]["loss"].backward()
-    except Exception as e:                       # whatever the compiler raises, the eager model still works
-        print(f"warning: torch.compile failed ({type(e).__name__}), training eagerly", file=sys.stderr)
-        model.compile_blocks(on=False)
-    model.zero_grad(set_to_none=True)
+            _, result = model(idx, targets, **settings)
+        result["loss"].backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        return grads
+    eager = gradients()
+    problem = None
+    try:
+        model.compile_whole() if whole else model.compile_blocks()
+        if not agree(eager, gradients()):
+            problem = "computes other gradients"
+    except Exception as e:                       # no compiler, no Triton: whatever it raises, eager code still works
+        problem = f"failed ({type(e).__name__})"
+    if problem:
+        print(f"warning: torch.compile {problem}, training eagerly", file=sys.stderr)
+        model.compile_nothing()
+        model.zero_grad(set_to_none=True)
+
+
+def agree(grads, others):
+    """Are two lists of gradients the same but for rounding? In bfloat16 they differ by some percent of their length."""
+    total = torch.stack([g.norm() for g in grads]).norm()
+    return all((a - b).norm() <= 0.5 * a.norm() + 1e-6 * total for a, b in zip(grads, others))
 
 
 # --- what the folder of a run holds ---
@@ -412,8 +437,8 @@ def train(args, explicit):
     step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
     curriculum = Curriculum(**state.get("curriculum", {})) if state else Curriculum()
     if args.compile if args.compile is not None else device.startswith("cuda"):
-        example = torch.zeros(args.batch_size // world, cfg.block_size, dtype=torch.long, device=device)
-        try_compile(model, example, autocast)
+        steady = not args.sample_loops and trick.schedule.__func__ is LoopedLM.schedule.__func__
+        try_compile(model, autocast, settings_at(step, args, model, plan.steps), args.batch_size // world, steady)
     ddp = DistributedDataParallel(model) if world > 1 else model
 
     # 4. The run folder: what is known before the first step.
@@ -439,8 +464,9 @@ def train(args, explicit):
             save_checkpoint(ckpt_path, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
                             step=step, wall_s=wall_s, curriculum=asdict(curriculum), **identity)
 
-    def validate():
-        with autocast():
+    def validate():                              # eager on a CPU, where a graph for it would take longer to compile
+        stance = "force_eager" if device == "cpu" else "default"
+        with autocast(), torch.compiler.set_stance(stance):
             return evaluate(model, folder, meta, args.eval_tokens, args.batch_size // world, lengths,
                             per_loop=args.loss == "per_loop")
 
@@ -534,7 +560,7 @@ def train(args, explicit):
     val = val or validate()                      # resumed at the very end: the summary alone was missing
     if master:
         model.eval()
-        model.compile_blocks(on=False)
+        model.compile_nothing()
         is_text = not is_task(meta)
         sample = sample_text(args, model, encoding) if is_text else sample_answers(model, encoding, folder, meta)
         finish(args, model, sample, val, plan, wall_s)

@@ -20,14 +20,16 @@ cell as well would count that noise twice. Few cells scatter too little, so ever
 The curve adds its own uncertainty: each resample refits it to the baseline's losses with fresh noise, of the size that
 the fit left over. Table shapes: n runs or pairs, S resamples; row 0 of (1 + S, ...) is the estimate.
 """
+import csv
 import os
 
 import numpy as np
 
 from law import interval, label_groups
 from lib.console import stop
-from lib.files import write_json
-from sweep import at_budgets, load_runs, nominal_budgets, select
+from lib.files import write_json, writing
+from lib.plots import plot_verdicts
+from runs import at_budgets, load_runs, nominal_budgets, read_rows, select
 
 RESAMPLES = 2000
 PAIRS_NEEDED, CELLS_NEEDED = 6, 3
@@ -152,7 +154,7 @@ def solve_multiplier(difference, slope, bend):
     return 2 * difference / (slope - root)
 
 
-def measure_pairs(base, pairs, seed=0):
+def measure_pairs(slopes, pairs, seed=0):
     """Difference in nats and log m, (1 + S,) each: the estimate, then every resample."""
     rng = np.random.default_rng(seed)
     change = pairs["val_loss"] - pairs["without"]
@@ -167,14 +169,16 @@ def measure_pairs(base, pairs, seed=0):
     estimate = change.mean()
     resampled = estimate + widening * (means - estimate)
     difference = np.concatenate([[estimate], resampled])
-    slope, bend = fit_curves(base, pairs, rng)
+    slope, bend = fit_curves(slopes, pairs, rng)
     return difference, solve_multiplier(difference, slope, bend)
 
 
 # --- the verdict ---
 
-def judge(base, trick, name):
-    """A dict of what the pairs of a trick say; `decided` is missing where they are too few."""
+def judge(base, trick, name, slopes=None):
+    """A dict of what the pairs of a trick say; `decided` is missing where they are too few. slopes: the runs for the
+    baseline's curve, if others."""
+    slopes = slopes or base
     pairs, n_alone = pair_runs(base, trick, name)
     looped = select(pairs, pairs["n_loop"] > 1)
     plain = select(pairs, pairs["n_loop"] == 1)
@@ -184,7 +188,7 @@ def judge(base, trick, name):
         result[key] = values.tolist()
     if not is_enough(looped):
         return result
-    difference, log_m = measure_pairs(base, looped)
+    difference, log_m = measure_pairs(slopes, looped)
     add_estimate(result, "nats", difference)
     add_estimate(result, "multiplier", np.exp(log_m))
     if not result["multiplier_ci"]:
@@ -199,8 +203,9 @@ def judge(base, trick, name):
     same_budgets = np.isin(looped["budget"], plain["budget"])
     at_same = select(looped, same_budgets)
     if is_enough(plain) and is_enough(at_same):
-        _, looped_m = measure_pairs(base, at_same, seed=1)
-        _, plain_m = measure_pairs(base, plain, seed=2)
+        _, looped_m = measure_pairs(slopes, at_same, seed=1)
+        _, plain_m = measure_pairs(slopes, plain, seed=2)
+        add_estimate(result, "plain", np.exp(plain_m))
         add_estimate(result, "share", np.exp(looped_m - plain_m))
     return result
 
@@ -252,31 +257,85 @@ def print_verdict(name, result):
     loops = " and ".join(f"{r:g}" for r in result["n_loop"])
     nats = bracket(result["nats_ci"], "+.3f")
     print(f"{name}: {effect} at r = {loops} ({pairs}, {budgets}, {seeds}; {result['nats']:+.3f} nats {nats}{alone})")
-    share = "left out, the trick has too few r = 1 runs with a pair"
+    share = "unknown, there are too few r = 1 runs with a pair"
     if "share" in result:
         edges = bracket(result["share_ci"], ".2f")
-        share = f"{result['share']:.2f} {edges}, multiplier at r > 1 over that at r = 1"
-    print(f"    share of the loop: {share}")
+        share = f"{percent_text(result['plain'], result['plain_ci'])}; share of the loop {result['share']:.2f} {edges}"
+    print(f"    the plain model, r = 1: {share}")
     print(f"    {result['decided']}: compute multiplier {m:.2f} {bracket(bounds, '.2f')}")
 
 
-def cmd_verdict(args):
-    """Whether each trick saves compute: pairs of runs with and without it."""
-    base = load_runs(args.baseline)
-    tricks = load_runs(args.runs)
-    flops = np.concatenate([base["flops"], tricks["flops"]])
-    budgets = nominal_budgets(flops)  # one name for a budget of both tables
-    base["budget"], tricks["budget"] = np.split(budgets, [len(base["flops"])])
-    if args.budgets:
-        tricks = at_budgets(tricks, args.budgets, args.runs)
+def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=None, scoreboard=None):
+    """The verdict on each trick in the table of runs at path, or on the one called `only`: printed, returned as {name:
+    result}, and added to a scoreboard with its picture. curve: the table for the baseline's curve, if another."""
+    tables = [load_runs(table) for table in (baseline, path, curve or baseline)]
+    flops = np.concatenate([table["flops"] for table in tables])
+    names = nominal_budgets(flops)  # one name for a budget of all tables
+    ends = np.cumsum([len(table["flops"]) for table in tables])
+    for table, budget in zip(tables, np.split(names, ends[:-1])):
+        table["budget"] = budget
+    base, tricks, slopes = tables
+    if budgets:
+        tricks = at_budgets(tricks, budgets, path)
     noise, spare = seed_noise(base)
     seeds = f"sd {noise:.3f} nats ({spare} degrees of freedom)" if spare else "unknown, no run has a second seed"
     print(f"95% intervals from {RESAMPLES} resamples of (budget, r) cells of pairs; noise between seeds {seeds}")
     results = {}
     for sweep in dict.fromkeys(tricks["sweep"]):
-        name = str(sweep) or os.path.basename(args.runs)
-        trick = select(tricks, tricks["sweep"] == sweep)
-        results[name] = judge(base, trick, name)
-        print_verdict(name, results[name])
-    if args.json:
-        write_json(args.json, results)
+        name = str(sweep) or os.path.basename(path)
+        if only in (None, name):
+            trick = select(tricks, tricks["sweep"] == sweep)
+            results[name] = judge(base, trick, name, slopes)
+            print_verdict(name, results[name])
+    if json:
+        write_json(json, results)
+    if scoreboard:
+        sources = (os.path.basename(baseline), os.path.basename(path))
+        add_to_scoreboard(scoreboard, results, sources)
+    return results
+
+
+# --- the scoreboard of verdicts: a line for each trick ---
+
+SCORES = ["multiplier", "plain", "share", "nats"]  # each with its interval; `plain` is the multiplier at r = 1
+COLUMNS = ["trick", "decided", *[f"{key}{end}" for key in SCORES for end in ("", "_low", "_high")], "pairs", "n_loop",
+           "budgets", "seeds", "baseline", "runs"]
+
+
+def score_line(name, result, sources):
+    """A line of the scoreboard; a number that the pairs do not give stays empty."""
+    line = dict.fromkeys(COLUMNS, "")
+    for key in SCORES:
+        if key in result:
+            low, high = result[f"{key}_ci"]
+            for column, value in zip((key, f"{key}_low", f"{key}_high"), (result[key], low, high)):
+                line[column] = f"{value:.4f}"
+    line.update(trick=name, decided=result["decided"], pairs=result["pairs"], baseline=sources[0], runs=sources[1])
+    line["n_loop"] = " ".join(f"{r:g}" for r in result["n_loop"])
+    line["budgets"], line["seeds"] = len(result["budget"]), len(result["seed"])
+    return line
+
+
+def add_to_scoreboard(path, results, sources):
+    """Put the verdicts into the table at path, each in place of an older one of that name and table, and draw it."""
+    names, rows = read_rows(path, "`verdict --scoreboard` writes it") if os.path.isfile(path) else (COLUMNS, {})
+    if names != COLUMNS:
+        stop(f"{path} is no scoreboard, whose columns are {','.join(COLUMNS)}: give another file")
+    lines = {(row["trick"], row["runs"]): row for row in rows.values()}
+    for name, result in results.items():
+        if "decided" in result:
+            lines[name, sources[1]] = score_line(name, result, sources)
+    ranked = sorted(lines.values(), key=lambda line: -float(line["multiplier"]))
+    with writing("scoreboard", path), open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(ranked)
+    picture = os.path.splitext(path)[0] + ".png"
+    plot_verdicts(ranked, picture)
+    print(f"wrote {os.path.relpath(path)} and {os.path.relpath(picture)}")
+
+
+def cmd_verdict(args):
+    """Whether each trick saves compute: pairs of runs with and without it."""
+    judge_tables(args.baseline, args.runs, args.curve, budgets=args.budgets, json=args.json,
+                 scoreboard=args.scoreboard)

@@ -63,9 +63,9 @@ def plot_loss(out, title):
 
 
 def plot_law(runs, fit, draws, result, path):
-    """runs of sweep.load_runs, fit of law.fit_law, draws of law.bootstrap, result of fit_law.print_fit."""
+    """runs of runs.load_runs, fit of law.fit_law, draws of law.bootstrap, result of fit_law.print_fit."""
     from law import bootstrap, bootstrap_weights, fit_law, predict_at  # here, as no other picture needs them
-    from sweep import select
+    from runs import select
     loops = fit["x"]["loops"]
     budgets = np.unique(runs["budget"])
     shades = pyplot().cm.viridis(np.linspace(0, 0.85, len(budgets)))
@@ -146,6 +146,35 @@ def plot_scoreboard(rows, path):
     finish(gain_axis, "what the trick adds", "phi with it - phi without it (95% interval)", "")
     clear = np.sum(values(rows, "difference_low") > 0)
     fig.suptitle(f"{clear} of {n} tricks: phi rises by more than chance (interval above 0)")
+    save(fig, path)
+
+
+def plot_verdicts(rows, path):
+    """rows of a scoreboard of verdict.py, best first: what each trick saves of the compute, and the plain model."""
+    rows = rows[::-1]                            # the best at the top
+    fig, axis = pyplot().subplots(figsize=(8.5, 1.5 + 0.36 * len(rows)))
+    colours = {"better": "C0", "worse": "C3", "not decided": "0.55"}
+    for y, row in enumerate(rows):
+        colour = colours[row["decided"]]
+        axis.hlines(y, float(row["multiplier_low"]), float(row["multiplier_high"]), color=colour, lw=3)
+        axis.plot(float(row["multiplier"]), y, "o", color=colour, ms=7)
+        if row["plain"]:
+            axis.hlines(y - 0.22, float(row["plain_low"]), float(row["plain_high"]), color="0.75", lw=1.2)
+            axis.plot(float(row["plain"]), y - 0.22, "o", color="white", mec="0.5", ms=5)
+    axis.axvline(1, color="k", lw=1)
+    axis.set_xscale("log")
+    ticks = [t for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2) if axis.get_xlim()[0] < t < axis.get_xlim()[1]]
+    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axis.minorticks_off()
+    axis.set(yticks=range(len(rows)), yticklabels=[row["trick"] for row in rows], ylim=(-0.7, len(rows) - 0.4))
+    axis.plot([], [], "o-", color="C0", lw=3, label="saves compute")
+    axis.plot([], [], "o-", color="C3", lw=3, label="costs compute")
+    axis.plot([], [], "o-", color="0.55", lw=3, label="not decided")
+    axis.plot([], [], "o-", color="0.75", mfc="white", mec="0.5", label="the same trick in the plain model, r = 1")
+    fig.legend(loc="outside lower center", ncols=4)
+    better = sum(row["decided"] == "better" for row in rows)
+    finish(axis, f"{better} of {len(rows)} tricks make a looped model cheaper to train",
+           "compute multiplier: FLOPs the loop without it needs for the same loss (95% interval)", "")
     save(fig, path)
 
 

@@ -20,7 +20,7 @@ from scipy.optimize import minimize
 import fit_law as F
 import law as W
 import optima as O
-import sweep as S
+import runs as S
 
 CASES = F.PUBLISHED.replace("runs", "casestudy_runs")
 RESULTS = F.ROOT / "results"

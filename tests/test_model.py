@@ -388,7 +388,7 @@ def test_compiled_blocks_keep_names_and_do_not_recompile_when_r_varies(monkeypat
         model(tokens(), tokens(), n_loop=r)
     assert len(graphs) == seen
     assert list(model.state_dict()) == names
-    model.compile_blocks(on=False)
+    model.compile_nothing()
     model.generate(tokens(), 8)                            # decoding is eager: every step has another shape
     assert len(graphs) == seen
     torch._dynamo.reset()

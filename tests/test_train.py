@@ -366,9 +366,10 @@ def test_failing_compiler_means_eager_training_and_one_warning(monkeypatch, caps
 
     def broken(self, *a, **k):
         self._compiled_call_impl = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no compiler"))
-    for compile in (broken, lambda self, *a, **k: (_ for _ in ()).throw(ImportError("no Triton"))):
+    no_triton = lambda self, *a, **k: (_ for _ in ()).throw(ImportError("no Triton"))
+    for compile, steady in ((broken, True), (broken, False), (no_triton, True)):
         monkeypatch.setattr(torch.nn.Module, "compile", compile)
-        T.try_compile(model, idx, lambda: torch.autocast("cpu", enabled=False))
+        T.try_compile(model, lambda: torch.autocast("cpu", enabled=False), {}, 1, steady)
         assert capsys.readouterr().err.count("\n") == 1
         model(idx, idx)[1]["loss"].backward()
 

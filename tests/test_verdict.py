@@ -12,7 +12,8 @@ import pytest
 
 import fit_law as F
 import law as W
-import sweep as S
+import runs as S
+from sweep import GRIDS
 import verdict as V
 
 BASE, TRICKS = F.ROOT / "results" / "pocket_runs.csv", F.ROOT / "results" / "trick_runs.csv"
@@ -53,7 +54,7 @@ def test_differences_of_the_pairs(name, mean, error):
 
 def joined(runs):
     """The runs with the budgets of the grid as their names, so that two tables agree."""
-    grid = np.array(sorted(S.GRIDS["pocket"]["widths"]))
+    grid = np.array(sorted(GRIDS["pocket"]["widths"]))
     nearest = np.abs(np.log(runs["flops"][:, None] / grid)).argmin(1)
     return runs | {"budget": grid[nearest]}
 
@@ -129,7 +130,7 @@ def make_sweep(seed, factor, scatter=0.0, loops=(2, 4), trick_factor=None, seeds
     first = S.select(base, base["seed"] == 42)
     copies = [base] + [first | {"seed": first["seed"] + 100 * k} for k in range(1, seeds)]
     base = {k: np.concatenate([copy[k] for copy in copies]) for k in base}
-    widths = S.GRIDS["trick"]["widths"]
+    widths = GRIDS["trick"]["widths"]
     in_grid = [d in widths.get(b, []) and r in loops for b, d, r in zip(base["budget"], base["n_embd"], base["n_loop"])]
     trick = S.select(base, np.array(in_grid) & (base["seed"] % 100 == 42))
     factors = {r: (trick_factor or {}).get(r, factor) for r in loops}

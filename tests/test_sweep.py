@@ -1,0 +1,194 @@
+"""sweep.py: a list of runs on all cores, a table that says what is done, and one command from a trick to a verdict."""
+import csv
+import json
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import sweep as S
+import verdict as V
+from lib.files import ROOT
+from lib.flags import parse
+from lib.tricks import model_class
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """sweep.py with these arguments, without a new process."""
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, flags)])
+        code = 0
+        try:
+            args = S.parse_args()
+            args.function(args)
+        except SystemExit as stop:
+            code = stop.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+    return call
+
+
+def summary_of(folder, val_loss, **changes):
+    """Write the summary that a finished run of these flags would have."""
+    flags = dict(part[2:].split("=", 1) for part in changes.pop("flags"))
+    row = dict.fromkeys(S.SUMMARY[1:], 0) | dict(
+        run=folder.name, seed=int(flags["seed"]), n_loop=int(flags["n_loop"]), n_prelude=1, n_coda=1, trick="",
+        n_recur=int(flags["n_recur"]), n_embd=int(flags["n_embd"]), inject=flags["inject"], n_once=1000, n_rec=9000,
+        n_total=10000, tokens=1000, flops=float(flags["max_flops"]), val_loss=val_loss)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(row | changes))
+
+
+# --- the grid ---
+
+def test_grid_of_a_trick_has_the_seeds_and_names_of_the_baseline():
+    """A pair is two runs of one name, so they read the same batches from the same first weights."""
+    baseline = {S.folder_of(flags).name: flags for flags, _, _ in S.plan_runs("try", "baseline", seeds=[42, 43, 44])}
+    trick = S.plan_runs("try", "vector", "--trick=tricks/pass_vector.py", seeds=[42, 43])
+    assert len(baseline) == 45 and len(trick) == 30
+    for flags, budget, _ in trick:
+        other = baseline[S.folder_of(flags).name]
+        args, pair = parse(flags)[0], parse(other)[0]
+        assert (args.seed, args.max_flops, args.n_embd, args.n_loop) == (pair.seed, pair.max_flops, pair.n_embd, pair.n_loop)
+        differ = {name for name in vars(args) if getattr(args, name) != getattr(pair, name)}
+        assert differ == {"trick", "out_dir"}
+    required = model_class("tricks/boundary.py", "").requires
+    runs = [parse(flags)[0] for flags, _, _ in S.plan_runs("try", "boundary", "--trick=tricks/boundary.py")]
+    assert {(args.inject, args.n_loop) for args in runs} >= {(required["inject"], 1), (required["inject"], 4)}
+
+
+# --- what is done ---
+
+def test_runs_in_the_table_are_not_run_again_and_finished_ones_are_added(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    planned = S.plan_runs("try", "baseline", seeds=[42])
+    asked = []
+
+    def train_half(runs, jobs):
+        """Finishes every second run, then fails."""
+        asked.append(len(runs))
+        for flags, _ in runs[::2]:
+            summary_of(S.folder_of(flags), 4.0, flags=flags)
+        raise SystemExit(2)
+    monkeypatch.setattr(S, "run_all", train_half)
+    for _ in range(5):
+        with pytest.raises(SystemExit) if asked != [15, 7, 3, 1] else pytest.MonkeyPatch.context():
+            S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
+    assert asked == [15, 7, 3, 1]                          # what is done already is left out
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
+    assert len(rows) == 15 and {row["sweep"] for row in rows} == {"baseline"}
+    (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit):
+        S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
+    assert "is no table of runs" in capsys.readouterr().err
+
+
+def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, monkeypatch, command):
+    """The trick's runs are the baseline's with losses lower by 0.05 nats at r > 1 and 0.02 at r = 1."""
+    monkeypatch.chdir(tmp_path)
+    table = ROOT / "results" / "baseline_runs.csv"
+    losses = {row["run"]: row for row in csv.DictReader(table.open())}
+
+    def train(runs, jobs):
+        for flags, _ in runs:
+            folder = S.folder_of(flags)
+            row = dict(losses[folder.name], trick="gate")
+            del row["sweep"]
+            gain = 0.05 if int(row["n_loop"]) > 1 else 0.02
+            folder.mkdir(parents=True)
+            (folder / "summary.json").write_text(json.dumps(row | {"val_loss": float(row["val_loss"]) - gain}))
+    monkeypatch.setattr(S, "run_all", train)
+    files = [f"--table={tmp_path / 'try.csv'}", f"--scoreboard={tmp_path / 'tricks.csv'}"]
+    trick = ROOT / "tricks" / "gate.py"
+    done = command("try", trick, *files)
+    assert done.returncode == 0, done.stderr
+    line, = csv.DictReader((tmp_path / "tricks.csv").open())
+    assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "20")
+    assert float(line["nats"]) == pytest.approx(-0.05) and float(line["share"]) > 1
+    assert 1 < float(line["plain"]) < float(line["multiplier"])
+    assert "gate: saves" in done.stdout and "the plain model, r = 1: saves" in done.stdout
+    assert (tmp_path / "tricks.png").stat().st_size > 10_000
+    monkeypatch.setattr(S, "run_all", None)                # all runs are in the table: nothing is run
+    again = command("try", trick, *files)
+    assert again.returncode == 0 and again.stdout.count("gate: saves") == 1
+    assert (tmp_path / "tricks.csv").read_text().count("gate") == 1
+
+
+def test_scoreboard_comes_out_again_from_the_committed_tables(tmp_path, cli):
+    for old in csv.DictReader((ROOT / "results" / "tricks.csv").open()):
+        base, runs = ROOT / "results" / old["baseline"], ROOT / "results" / old["runs"]
+        if not (tmp_path / f"{old['runs']}.csv").is_file():
+            curve = ["--curve", ROOT / "results" / "pocket_runs.csv"]
+            done = cli("verdict", base, runs, *curve, f"--scoreboard={tmp_path / old['runs']}.csv")
+            assert done.returncode == 0, done.stderr
+        new = {row["trick"]: row for row in csv.DictReader((tmp_path / f"{old['runs']}.csv").open())}
+        assert new[old["trick"]] == old
+
+
+@pytest.mark.parametrize("flags, why", [
+    (["try"], "either the file of a trick"), (["try", "tricks/gate.py", "--flags=--bptt=1"], "either the file"),
+    (["try", "--flags=--bptt=1"], "--name"), (["try", "tricks/nosuch.py"], "nosuch"),
+    (["try", "--flags=--n_loop=2", "--name=x"], "--loops"), (["run", "nosuch.sh"], "nosuch.sh"),
+    (["baseline", "--jobs=0"], "--jobs=0"), (["try", "tricks/gate.py", "--table=/dev/null/x.csv"], "--table")])
+def test_bad_input_is_one_sentence(flags, why, command):
+    done = command(*flags)
+    assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_file_of_other_commands_is_refused(tmp_path, command):
+    (tmp_path / "list.sh").write_text("rm -rf out\n")
+    done = command("run", tmp_path / "list.sh")
+    assert done.returncode == 2 and "rm -rf out" in done.stderr
+
+
+# --- the runs themselves ---
+
+@pytest.mark.slow
+def test_runs_of_one_shape_in_one_process_equal_single_runs(tiny, tmp_path, run):
+    """Two seeds of one shape, compiled, and another shape; the same by train.py; then nothing is left to do."""
+    for place in ("together", "alone"):
+        lines = [[*tiny(f"--seed={seed}", "--compile=true", f"--n_loop={r}", out=f"{place}/r{r}-s{seed}")]
+                 for r, seed in ((4, 1), (4, 2), (2, 1))]
+        if place == "alone":
+            for flags in lines:
+                done = run("train.py", *flags)
+                assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+        else:
+            commands = "\n".join("python train.py " + shlex.join(flags) + "  # a comment" for flags in lines)
+            (tmp_path / "list.sh").write_text(commands)
+            done = run("sweep.py", "run", tmp_path / "list.sh", "--jobs=2")
+            assert done.returncode == 0, done.stderr
+            assert "3 runs, 0 of them finished before" in done.stdout
+            again = run("sweep.py", "run", tmp_path / "list.sh")
+            assert again.returncode == 0 and "3 of them finished before" in again.stdout
+    for name in ("r4-s1", "r4-s2", "r2-s1"):
+        one, other = (json.loads((tmp_path / place / name / "summary.json").read_text()) for place in ("together", "alone"))
+        assert one["val_loss"] == other["val_loss"]
+    log = (tmp_path / "together" / "r4-s2" / "log.txt").read_text()
+    assert "bits/byte" in log and "warning" not in log
+
+
+@pytest.mark.slow
+def test_a_failing_run_ends_the_sweep_with_its_last_words(tiny, tmp_path, run):
+    bad = tiny("--learning_rate=1e6", "--grad_clip=0", "--seed=1", out="bad")
+    (tmp_path / "list.sh").write_text("python train.py " + shlex.join(bad))
+    done = run("sweep.py", "run", tmp_path / "list.sh")
+    assert done.returncode == 2 and "bad failed" in done.stderr and "not finite" in done.stderr
+
+
+def test_share_done(tmp_path):
+    assert S.share_done(tmp_path, 100) == 0
+    (tmp_path / "metrics.csv").write_text("step,tokens,flops\n")
+    assert S.share_done(tmp_path, 100) == 0
+    (tmp_path / "metrics.csv").write_text("step,tokens,flops\n1,10,25\n2,20,50\n")
+    assert S.share_done(tmp_path, 100) == 0.5
+    (tmp_path / "summary.json").touch()
+    assert S.share_done(tmp_path, 100) == 1
+
+
+def test_verdict_table_columns_are_those_of_the_picture():
+    line = V.score_line("x", dict(decided="better", pairs=6, n_loop=[2], budget=[1], seed=[42], multiplier=1.1,
+                                  multiplier_ci=[1.0, 1.2]), ("a.csv", "b.csv"))
+    assert list(line) == V.COLUMNS and line["plain"] == "" and line["multiplier_low"] == "1.0000"
