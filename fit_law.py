@@ -77,6 +77,8 @@ def cmd_fit(args):
     runs = load_runs(args.runs, args.convention)
     if args.budgets:
         runs = at_budgets(runs, args.budgets, args.runs)
+    if args.form is None:                        # plain models have no recurrence to fit
+        args.form = "power" if (runs["n_loop"] > 1).any() else "none"
     check_fittable(runs, args.runs, args.form)
     if args.plot and args.form != "power":
         stop(f"--plot draws r^phi and --form={args.form} has none: use --form=power")
@@ -171,8 +173,17 @@ def fit_phi(runs, weights, path):
     return fit, draws[:, 5]
 
 
+def fit_shared(both, with_trick, weights):
+    """phi without the trick and what the trick adds to it, (1 + S,) each, under one law for both sweeps."""
+    looped = with_trick & (both["n_loop"] > 1)
+    signed = both | {"n_loop": np.where(looped, -both["n_loop"], both["n_loop"])}
+    draws = bootstrap(fit_law(signed, "shared"), weights)
+    return draws[:, 5], draws[:, 6]
+
+
 def cmd_compare(args):
-    """phi of each trick minus phi of the baseline at the same budgets, both fitted to the same resamples."""
+    """phi of each trick minus phi of the baseline at the same budgets, both fitted to the same resamples: each with a
+    law of its own, as the paper does, and with one law for both, which differ in phi alone."""
     base, tricks = load_runs(args.baseline, args.convention), load_runs(args.runs, args.convention)
     check_fittable(base, args.baseline, "power")
     if args.table and os.path.isfile(args.table):
@@ -188,21 +199,23 @@ def cmd_compare(args):
         # phi changes with the budgets and the r that it is fitted to, so the baseline is cut to those of the trick
         budgets = both["budget"][both["sweep"] == "with"]
         both = select(both, np.isin(both["budget"], budgets) & np.isin(both["n_loop"], [1, *trick["n_loop"]]))
-        with_trick = both["sweep"] == "with"
-        without = ~with_trick
+        of_trick = both["sweep"] == "with"
+        with_trick, without = of_trick, ~of_trick
         if not without.any():
             stop(f"{args.baseline} has no run at a budget and n_loop of {args.runs}: run the baseline there, or plan "
                  "the trick with --budgets of the baseline")
         if 1 not in trick["n_loop"]:
-            with_trick |= both["n_loop"] == 1  # r=1 has no loop to change, so both share its runs
+            with_trick = of_trick | (both["n_loop"] == 1)  # r=1 has no loop to change, so both share its runs
         weights = bootstrap_weights(both, args.resamples, within_r=True)
         _, before = fit_phi(select(both, without), weights[:, without], args.baseline)
         fit, after = fit_phi(select(both, with_trick), weights[:, with_trick], args.runs)
+        _, shared = fit_shared(both, of_trick, weights)
         change = after - before
         name = str(sweep) or os.path.basename(args.runs)
         print(f"{name}: phi {span(before)} -> {span(after)}, difference {span(change)}, above 0 in "
-              f"{np.nanmean(change[1:] > 0):.1%} of resamples; {with_trick.sum()} runs, R2 {fit['r2']:.4f}")
-        phis = dict(baseline=before, intervention=after, difference=change)
+              f"{np.nanmean(change[1:] > 0):.1%} of resamples; {with_trick.sum()} runs, R2 {fit['r2']:.4f}\n"
+              f"    with one law for both: difference {span(shared)}")
+        phis = dict(baseline=before, intervention=after, difference=change, shared_difference=shared)
         result[name] = {k: dict(phi=float(v[0]), ci=interval(v)) for k, v in phis.items()}
         if args.table:
             add_line(args.table, name, result[name], trick, args)
@@ -294,7 +307,7 @@ def parse_args():
     add("--convention", where, **convention)
     add("--budgets", "only the runs at these training FLOPs (default: all)", **reals)
     add("--form", "recurrence term: power is r^phi, none phi = 0, full phi = 1, free a multiplier for each r (default "
-        "power)", choices=FORMS, default="power")
+        "power, or none if all runs have r = 1)", choices=FORMS)
     add("--compare", "rank all forms by their error on held-out budgets and r", action="store_true")
     add("--plot", "draw the law to this PNG", metavar="FILE")
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)

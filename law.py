@@ -11,7 +11,7 @@ the first three. From there Levenberg-Marquardt with the exact Jacobian goes dow
 starts take 10 ms and 1,000 bootstrap resamples 0.3 s on one core
 (python -m pytest tests/test_fit_law.py -m study -n 0 -s).
 
-Runs are a dict of columns, as sweep.load_runs reads them. Shapes: n runs, R different loop counts, P parameters, S
+Runs are a dict of columns, as runs.load_runs reads them. Shapes: n runs, R different loop counts, P parameters, S
 problems fitted side by side (starts or resamples).
 """
 from itertools import product
@@ -37,6 +37,9 @@ FORMS = {
     # a multiplier of its own for each r but the smallest: `scale` counts them in the runs
     "free": (None, None, lambda r, *m: (np.concatenate([np.ones_like(m[0]), *m], axis=1), 0)),
 }
+# Two sweeps under one law, which differ in phi alone: r is negative in the runs of the second.
+SHARED = (["phi", "change"], [[0.0, 0.0], [0.8, 0.0]],
+          lambda r, phi, change: (np.abs(r) ** (phi + change * (r < 0)), 0))
 
 
 def recurrence(x, q):
@@ -51,7 +54,7 @@ def recurrence(x, q):
 def scale(runs, form, delta):
     """What the optimiser sees, x below: N and D over their geometric means, so that every parameter is of order 1."""
     loops, which = np.unique(runs["n_loop"], return_inverse=True)  # r of each run is loops[which]
-    names, guesses, function = FORMS[form]
+    names, guesses, function = SHARED if form == "shared" else FORMS[form]
     if form == "free":
         names, guesses = [f"m_{r:g}" for r in loops[1:]], [loops[1:] ** 0.5]
     n0 = np.exp(np.log(runs["n_once"] + runs["n_rec"]).mean())

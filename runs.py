@@ -13,8 +13,9 @@ SAME_BUDGET = 1.1  # runs whose FLOPs differ by less than this factor share a bu
 # --- reading runs ---
 
 ALIASES = {"C_flops": "flops", "r": "n_loop", "d_model": "n_embd", "N_once": "n_once", "N_rec": "n_rec",
-           "D_tokens": "tokens", "val_loss_nats": "val_loss"}  # names in the digitised tables
-REQUIRED = ["flops", "n_loop", "n_embd", "n_once", "n_rec", "tokens", "val_loss"]
+           "D_tokens": "tokens", "val_loss_nats": "val_loss",  # names in the digitised tables
+           "N": "n_rec", "D": "tokens", "C": "flops", "loss": "val_loss"}  # and in tables of plain models
+REQUIRED = ["n_loop", "n_once", "n_rec", "tokens", "val_loss", "n_embd", "flops"]
 OPTIONAL = dict(sweep="", trick="", n_expert=0.0, seed=0.0)  # columns that some tables leave out, besides inject
 WHOLE = ["n_loop", "n_embd", "n_prelude", "n_recur", "n_coda", "n_expert", "seed"]
 TEXT = ["sweep", "run", "inject", "trick"]  # a sweep called 7 is a name
@@ -61,15 +62,31 @@ def read_rows(path, source):
     return names, {line: dict(zip(names, cells)) for line, cells in lines.items()}
 
 
+def complete_plain(names, rows):
+    """Fill up a table of plain models, which has N, D and loss and perhaps C: runs with r = 1, all of whose parameters
+    are in N_rec. Without C, C = 6 N D. Width and seed are not known: N and the line number tell the runs apart."""
+    if "n_loop" in names or not {"n_rec", "tokens", "val_loss"} <= set(names):
+        return names
+    for line, row in rows.items():
+        size = number(row["n_rec"])
+        flops = 6 * size * number(row["tokens"])
+        row |= {"n_loop": "1", "n_once": "0", "n_embd": f"{size:.0f}", "seed": str(line)}
+        row.setdefault("flops", f"{flops:.6g}")
+    return [*names, *(k for k in ("n_loop", "n_once", "n_embd", "seed", "flops") if k not in names)]
+
+
 def load_runs(path, convention="written"):
-    """A table of runs as a dict of columns (n,), checked, with N_once and N_rec counted by the convention.
+    """A table of runs as a dict of columns (n,), checked, with N_once and N_rec counted by the convention. A table of
+    plain models needs the columns N, D and loss only.
 
     Adds `budget`, the nominal FLOPs, and the columns OPTIONAL and inject that the table leaves out.
     """
     names, rows = read_rows(path, "give a table made by `collect`, or one of data/isodepth*.csv")
+    names = complete_plain(names, rows)
     missing = [k for k in REQUIRED if not rows or k not in names]
     if missing:
-        stop(f"{path} has no runs or lacks the column {', '.join(missing)}: make it with `collect out/* > runs.csv`")
+        stop(f"{path} has no runs or lacks the column {', '.join(missing)}: make it with `collect out/* > runs.csv`, or "
+             "give the runs of plain models as columns N, D and loss")
     for line, row in rows.items():
         for key in REQUIRED:
             value = number(row[key])

@@ -331,6 +331,19 @@ def test_paired_difference_of_interventions(cli, tmp_path):
         assert result[name]["difference"]["phi"] == pytest.approx(change, abs=0.003)
         assert result[name]["difference"]["ci"] == pytest.approx([low, high], abs=0.015)
         assert result[name]["baseline"]["phi"] == pytest.approx(0.4535, abs=0.001)
+        apart, together = (np.ptp(result[name][key]["ci"]) for key in ("difference", "shared_difference"))
+        assert together < apart                            # one law for both leaves less to chance
+
+
+def test_one_law_for_two_sweeps_finds_what_the_second_adds():
+    """The published runs under a law with phi 0.45, and again with phi 0.65, both without noise."""
+    both = {key: np.concatenate([column, column]) for key, column in runs("page").items()}
+    of_trick = np.arange(232) >= 116
+    phi = np.where(of_trick, 0.65, 0.45)
+    n_eff = both["n_once"] + both["n_loop"] ** phi * both["n_rec"]
+    both["val_loss"] = 1.6 + 60 * n_eff ** -0.22 + 3000 * both["tokens"] ** -0.37
+    values = F.fit_shared(both, of_trick, np.ones((1, 232)))
+    assert [v[0] for v in values] == pytest.approx([0.45, 0.20], abs=1e-3)
 
 
 # --- the optimiser ---
@@ -910,3 +923,36 @@ def test_phi_that_alpha_can_replace_is_not_identified():
     fit = W.fit_law(table)
     draws = W.bootstrap(fit, W.bootstrap_weights(table, 50, seed=0))
     assert "make up for any phi" in W.why_unidentified(fit, draws)
+
+
+# --- tables of others ---
+def plain_table(path, columns):
+    """60 plain models under L = 1.7 + 400 N^-0.35 + 2000 D^-0.37, at five budgets; columns: what the file holds."""
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, columns, extrasaction="ignore")
+        writer.writeheader()
+        for flops in (1e18, 4e18, 1.6e19, 6.4e19, 2.6e20):
+            for size in np.geomspace(1e8, 5e9, 12):
+                tokens = flops / (6 * size)
+                loss = 1.7 + 400 * size ** -0.35 + 2000 * tokens ** -0.37
+                writer.writerow({"N": size, "D": tokens, "C": flops, "loss": loss})
+    return path
+
+
+@pytest.mark.parametrize("columns", [["N", "D", "loss"], ["loss", "C", "D", "N"]])
+def test_a_table_of_plain_models_is_fitted_without_recurrence(columns, tmp_path, cli):
+    path = plain_table(tmp_path / "plain.csv", columns)
+    done = cli("fit", path, "--resamples=50", f"--json={tmp_path / 'law.json'}")
+    assert done.returncode == 0, done.stderr
+    law = json.loads((tmp_path / "law.json").read_text())
+    assert law["form"] == "none" and "phi" not in done.stdout
+    for name, value in (("E", 1.7), ("alpha", 0.35), ("beta", 0.37)):
+        assert law[name] == pytest.approx(value, rel=1e-3)
+    refused = cli("fit", path, "--form=power")
+    assert refused.returncode == 2 and "--form=none" in refused.stderr
+
+
+def test_a_plain_table_with_a_hole_names_its_line(tmp_path, cli):
+    (tmp_path / "bad.csv").write_text("N,D,loss\n1e8,1e9,3.5\n1e8,,3.4\n")
+    refused = cli("fit", tmp_path / "bad.csv")
+    assert refused.returncode == 2 and "line 3" in refused.stderr and "tokens" in refused.stderr
