@@ -1,7 +1,7 @@
 """
 Sweeps of train.py: print a grid as commands, run commands on all cores, collect finished runs, try a trick.
 
-    python sweep.py try tricks/gate.py                  # does it save compute? 30 runs, 15 min on two idle cores
+    python sweep.py try tricks/gate.py                  # does it save compute? 45 runs, 20 min on two idle cores
     python sweep.py try --flags=--inject=add --name=e_plus_h      # a trick that is a flag
     python sweep.py run sweep.sh                        # the commands of a file, such as `fit_law.py plan` prints
     python sweep.py baseline                            # the runs that a trick is paired with: results/baseline_runs.csv
@@ -104,6 +104,9 @@ def cmd_plan(args):
 
 # --- run ---
 
+NO_SHAPE = ("--seed", "--max_flops", "--out_dir", "--init_from", "--tie")      # flags that leave the graph as it is
+
+
 def folder_of(flags):
     from lib.flags import parse
     args, _ = parse(flags)
@@ -146,7 +149,7 @@ def run_all(runs, jobs):
             check_same_run(parse(flags)[1], saved, saved["data_sha256"], folder, False)
         if not (folder / "summary.json").is_file():
             todo[folder] = flops
-            shape = tuple(f for f in flags if not f.startswith(("--seed", "--max_flops", "--out_dir")))
+            shape = tuple(f for f in flags if not f.startswith(NO_SHAPE))
             groups.setdefault(shape, []).append(flags)
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)
     queue = sorted(groups.values(), key=lambda group: -sum(todo[folder_of(flags)] for flags in group))
@@ -333,7 +336,7 @@ def parse_args():
     add("--trick_args", "its options, name=value,...", default="")
     add("--flags", "instead of a file: flags of train.py that are the trick", default="", metavar="'--a=1 --b=2'")
     add("--name", "of the trick in the tables (default: that of its file)", default="")
-    add("--seeds", "a run for each (default 42 43)", default=[42, 43], **seeds)
+    add("--seeds", "a run for each (default 42 43 44)", default=[42, 43, 44], **seeds)
     add("--loops", "n_loop (default 1 2 4)", type=int, nargs="+")
     add("--baseline", "table of the runs without it (default results/baseline_runs.csv)", default=baseline)
     add("--curve", "table that says how the baseline's loss falls with compute (default results/pocket_runs.csv)",

@@ -478,3 +478,25 @@ def test_truncated_gradients_survive_autocast():
 def test_truncation_and_a_per_loop_loss_exclude_each_other():
     with pytest.raises(ValueError, match="per_loop"):
         small()(tokens(), tokens(), bptt=1, loss="per_loop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes, settings", [
+    (dict(inject="linear"), {}), (dict(inject="none", n_loop=1), {}), (dict(inject="add", n_prelude=0, n_coda=0), {}),
+    (dict(inject="linear"), dict(bptt=1)), (dict(inject="none"), dict(loss="per_loop", norm_penalty=0.1))])
+def test_compiled_whole_has_the_gradients_of_eager_code(changes, settings):
+    model, idx, targets = small(**{"n_recur": 2, "n_loop": 3, **changes}), tokens(), tokens().roll(1, dims=1)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        _, result = model(idx, targets, **settings)
+        result["loss"].backward()
+        return [result["loss"].detach(), *[p.grad for p in model.parameters() if p.grad is not None]]
+    before, names = gradients(), list(model.state_dict())
+    torch._dynamo.reset()
+    model.compile_whole()
+    torch.testing.assert_close(gradients(), before, rtol=1e-4, atol=1e-6)
+    assert list(model.state_dict()) == names
+    model.compile_nothing()
+    assert not [key for module in model.modules() for key in vars(module) if key == "forward"]
+    torch._dynamo.reset()

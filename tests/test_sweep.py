@@ -105,7 +105,7 @@ def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, mon
     done = command("try", trick, *files)
     assert done.returncode == 0, done.stderr
     line, = csv.DictReader((tmp_path / "tricks.csv").open())
-    assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "20")
+    assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "30")
     assert float(line["nats"]) == pytest.approx(-0.05) and float(line["share"]) > 1
     assert 1 < float(line["plain"]) < float(line["multiplier"])
     assert "gate: saves" in done.stdout and "the plain model, r = 1: saves" in done.stdout

@@ -120,17 +120,18 @@ def gain(budget, r, factor):
     return optimum[0] - optimum[1]
 
 
-def make_sweep(seed, factor, scatter=0.0, loops=(2, 4), trick_factor=None, seeds=1):
+def make_sweep(seed, factor, scatter=0.0, loops=(2, 4), trick_factor=None, seeds=1, grid="trick"):
     """A noisy baseline, and the runs of a trick that is worth this factor of compute.
 
-    scatter: sd in nats of what the trick does at each (budget, r) cell besides. seeds: runs of each cell and width.
+    scatter: sd in nats of what the trick does at each (budget, r) cell besides. seeds: runs of each cell and width. grid:
+    of sweep.py.
     """
     rng = np.random.default_rng(seed)
     base, _ = truth()
     first = S.select(base, base["seed"] == 42)
     copies = [base] + [first | {"seed": first["seed"] + 100 * k} for k in range(1, seeds)]
     base = {k: np.concatenate([copy[k] for copy in copies]) for k in base}
-    widths = GRIDS["trick"]["widths"]
+    widths = GRIDS[grid]["widths"]
     in_grid = [d in widths.get(b, []) and r in loops for b, d, r in zip(base["budget"], base["n_embd"], base["n_loop"])]
     trick = S.select(base, np.array(in_grid) & (base["seed"] % 100 == 42))
     factors = {r: (trick_factor or {}).get(r, factor) for r in loops}
@@ -143,21 +144,24 @@ def make_sweep(seed, factor, scatter=0.0, loops=(2, 4), trick_factor=None, seeds
 
 
 def study(n, factor, **options):
-    """Shares of n sweeps whose interval holds the truth and whose verdict is `better`; the mean multiplier."""
-    inside, better, multipliers = 0, 0, []
+    """Shares of n sweeps whose interval holds the truth and whose verdict is `better`; the mean multiplier, and half
+    the mean width of its interval."""
+    inside, better, multipliers, widths = 0, 0, [], []
     for seed in range(n):
         result = V.judge(*make_sweep(seed, factor, **options), "simulated")
         low, high = result["multiplier_ci"]
         inside += low <= factor <= high
         better += result["decided"] == "better"
         multipliers.append(result["multiplier"])
-    return inside / n, better / n, np.mean(multipliers)
+        widths.append(high - low)
+    return inside / n, better / n, np.mean(multipliers), np.mean(widths) / 2
 
 
 def test_grid_of_the_simulation_is_that_of_the_tricks():
-    base, trick = make_sweep(0, 1)
-    pairs, _ = V.pair_runs(base, trick, "simulated")
-    assert len(pairs["flops"]) == 18
+    for grid, seeds, n in (("trick", 1, 18), ("try", 2, 20)):
+        base, trick = make_sweep(0, 1, seeds=seeds, grid=grid)
+        pairs, _ = V.pair_runs(base, trick, "simulated")
+        assert len(pairs["flops"]) == n
 
 
 def test_noise_free_effect_comes_back():
@@ -171,7 +175,7 @@ def test_noise_free_effect_comes_back():
 
 
 def test_a_trick_that_does_nothing_is_covered():
-    inside, better, _ = study(100, 1.0)
+    inside, better, *_ = study(100, 1.0)
     assert 0.90 <= inside <= 0.99 and better <= 0.07
 
 
@@ -185,11 +189,17 @@ def test_share_of_the_loop():
 
 @pytest.mark.study
 def test_coverage_and_power_study():
-    print("\nnoise 0.018 nats, 300 sweeps a line: true multiplier, scatter of cells in nats, pairs, covered, called "
-          "better, mean multiplier")
-    for factor, scatter, seeds in ((1.0, 0, 1), (1 / 0.95, 0, 1), (1.1, 0, 1), (1.3, 0, 1), (1.0, 0.02, 1),
-                                   (1 / 0.95, 0.02, 1), (1.1, 0.02, 1), (1 / 0.95, 0, 2), (1 / 0.95, 0.02, 2)):
-        inside, better, mean = study(300, factor, scatter=scatter, seeds=seeds)
-        print(f"{factor:.3f}  {scatter:.2f}  {18 * seeds}  {inside:.1%}  {better:.1%}  {mean:.3f}", flush=True)
+    print("\nnoise 0.018 nats, 300 sweeps a line: grid, true multiplier, scatter of cells in nats, pairs, covered, "
+          "called better, mean multiplier, half-width")
+    lines = [("trick", 1.0, 0, 1), ("trick", 1 / 0.95, 0, 1), ("trick", 1.1, 0, 1), ("trick", 1.3, 0, 1),
+             ("trick", 1.0, 0.02, 1), ("trick", 1 / 0.95, 0.02, 1), ("trick", 1.1, 0.02, 1)]
+    for seeds in (2, 3):                         # the grid of `sweep.py try`
+        for scatter in (0, 0.01, 0.02):
+            lines += [("try", 1.0, scatter, seeds), ("try", 1 / 0.95, scatter, seeds), ("try", 1.1, scatter, seeds)]
+    for grid, factor, scatter, seeds in lines:
+        inside, better, mean, half = study(300, factor, scatter=scatter, seeds=seeds, grid=grid)
+        pairs = seeds * (18 if grid == "trick" else 10)
+        print(f"{grid:5s} {factor:.3f}  {scatter:.2f}  {pairs}  {inside:.1%}  {better:.1%}  {mean:.3f}  {half:.3f}",
+              flush=True)
         if factor == 1:
             assert 0.93 <= inside <= 0.97
