@@ -110,11 +110,10 @@ def best_count(rounds, cost):
     return max(range(1, MOST + 1), key=promise)
 
 
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, *, draft_passes=1, draft_tokens="auto",
-             n_loop=None, generator=None):
-    """What model.generate(idx, ...) gives, faster: idx (B, T) and max_new_tokens more, in the same windows. Also the
-    rounds, a list of (drafted, accepted) tokens. draft_passes: d, at least 1 and fewer than the passes of the model;
-    draft_tokens: n, or "auto", by what was accepted so far. ValueError, a sentence, for what cannot be."""
+@torch.inference_mode()
+def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, *, draft_passes=1, draft_tokens="auto", n_loop=None,
+           generator=None):
+    """The rounds of generate as they come: how many tokens were drafted, and the new tokens (B, 1 .. n + 1)."""
     cfg, d = model.cfg, draft_passes
     K, size = cfg.n_loop if n_loop is None else n_loop, cfg.block_size
     check_drafting(K, d, draft_tokens)
@@ -125,20 +124,31 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, *, draft_p
     cost = model.flops_per_token(cfg, d, train=False) / model.flops_per_token(cfg, K, train=False)
     end, start = idx.size(1) + max_new_tokens, max(0, idx.size(1) - size)
     cache = KVCache(cfg, idx.size(0), K)
-    with torch.inference_mode():
-        while idx.size(1) < end:
-            if idx.size(1) - start > size:       # a full window restarts from its last half
-                start, cache = idx.size(1) - max(1, size // 2), KVCache(cfg, idx.size(0), K)
-            window = idx[:, start:]
-            room = min(size - window.size(1), end - idx.size(1) - 1)
-            n = min(room, best_count(rounds, cost) if draft_tokens == "auto" else draft_tokens)
-            guesses, q, e, h = draft(model, window[:, cache.length:], cache, d, n, sampler)
-            p = sampler.probabilities(verify(model, e, h, cache, d, n))
-            new = accept(p, q, guesses, sampler)                                   # (B, 1 .. n + 1)
-            rounds.append((n, new.size(1) - 1))
-            idx = torch.cat([idx, new], 1)
-            cache.length = idx.size(1) - start - 1                                 # all but the newest token
-    return idx.clone(), rounds                   # an ordinary tensor again
+    while idx.size(1) < end:
+        if idx.size(1) - start > size:           # a full window restarts from its last half
+            start, cache = idx.size(1) - max(1, size // 2), KVCache(cfg, idx.size(0), K)
+        window = idx[:, start:]
+        room = min(size - window.size(1), end - idx.size(1) - 1)
+        n = min(room, best_count(rounds, cost) if draft_tokens == "auto" else draft_tokens)
+        guesses, q, e, h = draft(model, window[:, cache.length:], cache, d, n, sampler)
+        p = sampler.probabilities(verify(model, e, h, cache, d, n))
+        new = accept(p, q, guesses, sampler)                                       # (B, 1 .. n + 1)
+        rounds.append((n, new.size(1) - 1))
+        idx = torch.cat([idx, new], 1)
+        cache.length = idx.size(1) - start - 1                                     # all but the newest token
+        yield n, new
+
+
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, **how):
+    """What model.generate(idx, ...) gives, faster: idx (B, T) and max_new_tokens more, in the same windows. Also the
+    rounds, a list of (drafted, accepted) tokens. how: draft_passes, d, at least 1 and fewer than the passes of the
+    model; draft_tokens, n, or "auto", by what was accepted so far; n_loop and generator as in model.generate.
+    ValueError, a sentence, for what cannot be."""
+    parts, rounds = [idx], []
+    for n, new in stream(model, idx, max_new_tokens, temperature, top_k, **how):
+        parts.append(new)
+        rounds.append((n, new.size(1) - 1))
+    return torch.cat(parts, 1), rounds
 # --- end draft ---
 
 

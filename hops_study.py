@@ -101,6 +101,7 @@ def study_run(ckpt, n_passes, beyond, n, device, seed=0):
     if not is_task(meta):
         stop(f"--ckpt {ckpt}: trained on {folder.name}, but this study is about the task hops: train.py --preset=hops")
     cfg, H = model.cfg, meta["hops"]
+    n_passes = max(n_passes, cfg.n_loop)         # those it was trained with are always measured
     if cfg.n_loop == 1:                          # a plain model has never seen what a second pass makes of its state
         n_passes = 1
     accuracy = accuracies(model, meta, n_passes, H, n, seed)
@@ -110,7 +111,7 @@ def study_run(ckpt, n_passes, beyond, n, device, seed=0):
     counts = model.param_counts(cfg)
     run = run_folder(ckpt)
     flags = {name: value for name, value in state["args"].items() if name == "data" or name not in FREE}
-    return {"run": run.name, "flags": flags, "hops": H, "n_loop": cfg.n_loop,
+    return {"run": str(run), "flags": flags, "hops": H, "n_loop": cfg.n_loop,
             "in_blocks": counts["once"] + counts["recurrent"] + counts["injection"], "accuracy": accuracy,
             "named": named_steps(model, meta, n_passes, n, seed),
             "learned_at": [learned_at(run, p) for p in range(1, H + 1)]}
@@ -204,7 +205,7 @@ def main(argv=None):
     groups = group_runs(runs)
     for name, same in groups.items():
         print_group(name, same)
-    folders = {run_folder(ckpt).name: run_folder(ckpt) for ckpt in args.ckpt}
+    folders = {str(run_folder(ckpt)): run_folder(ckpt) for ckpt in args.ckpt}
     plot_hops(groups, folders, out / "hops.png")
     write_csv(out / "hops.csv", groups)
     write_atomic(out / "hops.json", json.dumps(groups, indent=1).encode())

@@ -17,7 +17,6 @@ Shapes: B batch, T time, D width, H heads, V vocabulary, K = n_loop passes.
 """
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -470,28 +469,7 @@ class LoopedLM(nn.Module):
         for block in self.blocks():
             block.compile()
 
-    def compile_whole(self):
-        """torch.compile the forward pass as one graph, in which all blocks are one piece of code, compiled once. On a
-        CPU this is faster than block by block (results/bench.md). For dense blocks and one number of passes. Without
-        inplace_buffers=False, torch 2.13 lets that piece overwrite its input: wrong gradients, and no error."""
-        for block in self.blocks():
-            if type(block) is Block:             # a trick's own may need what run_block leaves out
-                block.forward = partial(run_block, block)
-        self.compile(dynamic=False, options={"inplace_buffers": False})
-
     def compile_nothing(self):
         """Back to eager code, as cached decoding wants: its shapes change with every token."""
-        for module in [self, *self.blocks()]:
-            module._compiled_call_impl = None
-            vars(module).pop("forward", None)
-
-
-# A compiler takes what is between nested_compile_region's brackets as one piece of code for all blocks, if nothing tells
-# them apart. The slot would, and without a cache it says nothing.
-@torch.compiler.nested_compile_region
-def shared_block(block, x, table, mask, n_loop):
-    return Block.forward(block, x, Context(table, mask, n_loop=n_loop), slot=0)
-
-
-def run_block(block, x, context, slot):
-    return shared_block(block, x, context.table, context.mask, context.n_loop)
+        for block in self.blocks():
+            block._compiled_call_impl = None

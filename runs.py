@@ -64,13 +64,16 @@ def read_rows(path, source):
 
 def complete_plain(names, rows):
     """Fill up a table of plain models, which has N, D and loss and perhaps C: runs with r = 1, all of whose parameters
-    are in N_rec. Without C, C = 6 N D. Width and seed are not known: N and the line number tell the runs apart."""
-    if "n_loop" in names or not {"n_rec", "tokens", "val_loss"} <= set(names):
+    are in N_rec. Without C, C = 6 N D. Width and seed are not known: the rank of N and the line number tell the runs
+    apart."""
+    if {"n_loop", "n_once", "n_embd"} & set(names) or not {"n_rec", "tokens", "val_loss"} <= set(names):
         return names
+    sizes = sorted({number(row["n_rec"]) for row in rows.values()})
     for line, row in rows.items():
         size = number(row["n_rec"])
         flops = 6 * size * number(row["tokens"])
-        row |= {"n_loop": "1", "n_once": "0", "n_embd": f"{size:.0f}", "seed": str(line)}
+        rank = sizes.index(size) + 1 if size in sizes else 1                       # not a number: refused below
+        row |= {"n_loop": "1", "n_once": "0", "n_embd": str(rank), "seed": str(line)}
         row.setdefault("flops", f"{flops:.6g}")
     return [*names, *(k for k in ("n_loop", "n_once", "n_embd", "seed", "flops") if k not in names)]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import draft
 from data.encode import encode_document
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model
@@ -45,11 +46,17 @@ def as_text(encoding, tokens):
 
 def new_tokens(model, prompt, n_loop, seed, encoding, a):
     """The new token ids after a prompt (1, T), one by one; up to <|endoftext|> unless --ignore_eot."""
-    generator = torch.Generator(prompt.device).manual_seed(seed)
-    for token in model.stream(prompt, a.max_new_tokens, a.temperature, a.top_k, n_loop=n_loop, generator=generator):
-        if token.item() == encoding.eot_token and not a.ignore_eot:
-            return
-        yield token.item()
+    asked = (prompt, a.max_new_tokens, a.temperature, a.top_k)
+    how = dict(n_loop=n_loop, generator=torch.Generator(prompt.device).manual_seed(seed))
+    if a.draft_passes:
+        parts = (new for _, new in draft.stream(model, *asked, **how, draft_passes=a.draft_passes))
+    else:
+        parts = model.stream(*asked, **how)
+    for part in parts:                           # (1, n) each
+        for token in part[0].tolist():
+            if token == encoding.eot_token and not a.ignore_eot:
+                return
+            yield token
 
 
 @torch.inference_mode()
@@ -76,13 +83,14 @@ def parse(argv=None):
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (default: 0.8)")
     add("--top_k", type=int, default=50, help="draw from the likeliest ones only; 0: from all (default: 50)")
     add("--seed", type=int, default=1337, help="of the first sample (default: 1337)")
+    add("--draft_passes", type=int, default=0, help="draft with so many passes, check with all: faster (draft.py)")
     add("--ignore_eot", action="store_true", help="go on after <|endoftext|>, into the next text")
     add("--score", action="store_true", help="print the loss of the prompt as well")
     add("--trick", default="", help="file of the run's trick, if it is outside tricks/")
     add("--device", default="", help="cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
     a = parser.parse_args(argv)
-    require_at_least(a, max_new_tokens=0, num_samples=1, top_k=0, seed=0, threads=0)
+    require_at_least(a, max_new_tokens=0, num_samples=1, top_k=0, seed=0, threads=0, draft_passes=0)
     if min(a.n_loop or [1]) < 1:
         stop(f"--n_loop={min(a.n_loop)}: must be at least 1")
     try:
@@ -107,6 +115,11 @@ def main(argv=None):
     if a.max_new_tokens and len(ids) > size:
         print(f"the prompt has {len(ids)} tokens; the model goes on from its last {size}, its block_size\n")
     prompt = torch.tensor([ids], device=device)
+    if a.draft_passes:
+        try:
+            draft.check_drafting(min(a.n_loop or [trained]), a.draft_passes, "auto")
+        except ValueError as e:
+            stop(f"--{e}")
     for n_loop in a.n_loop or [trained]:
         note = "as trained" if n_loop == trained else f"trained with {trained}"
         if trained == 1 < n_loop:

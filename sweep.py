@@ -1,7 +1,7 @@
 """
 Sweeps of train.py: print a grid as commands, run commands on all cores, collect finished runs, try a trick.
 
-    python sweep.py try tricks/gate.py                  # does it save compute? 45 runs, 20 min on two idle cores
+    python sweep.py try tricks/gate.py                  # does it save compute? 30 runs, 15 min on two idle cores
     python sweep.py try --flags=--inject=add --name=e_plus_h      # a trick that is a flag
     python sweep.py run sweep.sh                        # the commands of a file, such as `fit_law.py plan` prints
     python sweep.py baseline                            # the runs that a trick is paired with: results/baseline_runs.csv
@@ -12,14 +12,17 @@ commands of fit_law.py. Runs of one shape share a process: it imports torch once
 """
 import argparse
 import csv
+import hashlib
 import io
 import json
 import multiprocessing
 import os
 import re
 import shlex
+import signal
 import sys
 import time
+import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
@@ -104,6 +107,7 @@ def cmd_plan(args):
 
 # --- run ---
 
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)      # exit status of a run that was stopped by hand
 NO_SHAPE = ("--seed", "--max_flops", "--out_dir", "--init_from", "--tie")      # flags that leave the graph as it is
 
 
@@ -114,7 +118,8 @@ def folder_of(flags):
 
 
 def train_in_turn(commands):
-    """The work of one process: these runs, lists of flags, of one shape. The log of a run is in its folder."""
+    """The work of one process: these runs, lists of flags, of one shape. The log of a run is in its folder. A run that
+    fails leaves its reason there, and the next one begins."""
     from lib.flags import parse
     from train import train
     for flags in commands:
@@ -123,7 +128,13 @@ def train_in_turn(commands):
         folder.mkdir(parents=True, exist_ok=True)
         sys.argv = ["train.py", *flags]          # what config.json notes as the command
         with open(folder / "log.txt", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-            train(args, explicit)
+            try:
+                train(args, explicit)
+            except SystemExit as e:
+                if e.code in STOPPED:
+                    raise
+            except Exception:                    # a trick may raise anything
+                traceback.print_exc()
 
 
 def share_done(folder, max_flops):
@@ -137,27 +148,43 @@ def share_done(folder, max_flops):
         return 0.0
 
 
-def run_all(runs, jobs):
-    """Train the runs [(flags of train.py, training FLOPs)] that are not finished, jobs processes at a time. Stopped by
-    hand, each run saves and resumes the next time."""
+def unfinished(runs):
+    """{folder: (flags, FLOPs)} of the runs [(flags of train.py, FLOPs)] that still have to be trained. Stops where two of
+    them share a folder, or where a folder holds another run than the one that is asked for."""
     from lib.flags import check_same_run, parse
-    todo, groups = {}, {}
+    folders, todo = set(), {}
     for flags, flops in runs:
-        folder = folder_of(flags)
-        if (folder / "config.json").is_file():   # finished or not, it has to be the run that is asked for
+        args, _ = parse(flags)
+        folder = Path(args.out_dir)
+        if folder in folders:
+            stop(f"--out_dir={folder}: two runs of the list have this folder; give each its own")
+        folders.add(folder)
+        if (folder / "config.json").is_file():   # all its flags, not only those on the command line
             saved = read_json(folder / "config.json")
-            check_same_run(parse(flags)[1], saved, saved["data_sha256"], folder, False)
+            check_same_run(vars(args), saved, saved["data_sha256"], folder, False)
         if not (folder / "summary.json").is_file():
-            todo[folder] = flops
-            shape = tuple(f for f in flags if not f.startswith(NO_SHAPE))
-            groups.setdefault(shape, []).append(flags)
+            todo[folder] = flags, flops
+    return todo
+
+
+def run_all(runs, jobs):
+    """Train the runs [(flags of train.py, FLOPs)] that are not finished, jobs processes at a time. Stopped by hand, each
+    run saves and resumes the next time. A failing run does not keep the others from being trained."""
+    todo = unfinished(runs)
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)
-    queue = sorted(groups.values(), key=lambda group: -sum(todo[folder_of(flags)] for flags in group))
+    groups = {}
+    for flags, flops in todo.values():
+        shape = tuple(f for f in flags if not f.startswith(NO_SHAPE))
+        commands, size = groups.get(shape, ([], 0))
+        groups[shape] = [*commands, flags], size + flops
+    queue = [commands for commands, _ in sorted(groups.values(), key=lambda group: -group[1])]
 
     def work_done():
-        return sum(flops * share_done(folder, flops) for folder, flops in todo.items())
+        return sum(flops * share_done(folder, flops) for folder, (_, flops) in todo.items())
     context = multiprocessing.get_context("spawn")
-    begin, before, total, running = time.time(), work_done(), sum(todo.values()), []
+    total = sum(flops for _, flops in todo.values())
+    begin, before, running = time.time(), work_done(), []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)                      # ends as Ctrl-C does
     try:
         while queue or running:
             while queue and len(running) < jobs:
@@ -165,26 +192,25 @@ def run_all(runs, jobs):
                 process.start()
                 running.append(process)
             time.sleep(1)
-            for process in [p for p in running if not p.is_alive()]:
-                running.remove(process)
-                if process.exitcode:
-                    raise ChildProcessError
+            running = [process for process in running if process.is_alive()]
             work = work_done()
             finished = sum((folder / "summary.json").is_file() for folder in todo)
             eta = (time.time() - begin) / max(work - before, 1) * (total - work)
             progress(f"{finished} of {len(todo)} runs, {work / total:.0%} of the FLOPs"
                      + (f", ETA {duration(eta)}" if work > before else ""), keep=False)
-    except (KeyboardInterrupt, ChildProcessError) as problem:
+    except KeyboardInterrupt:
+        print("\nstopping: every run finishes its step and saves", file=sys.stderr)
         for process in running:
-            process.terminate()                  # train.py finishes the step and saves
-        for process in running:
-            process.join()
-        if isinstance(problem, KeyboardInterrupt):
-            print("\nstopped, and every run saved: the same command goes on from there", file=sys.stderr)
-            raise SystemExit(130)
-        begun = [f for f in todo if (f / "log.txt").is_file() and not (f / "summary.json").is_file()]
-        latest = max(begun, key=lambda f: "error" in (f / "log.txt").read_text())
-        stop(f"the run {latest} failed; its log.txt ends with: {(latest / 'log.txt').read_text().strip()[-300:]}")
+            while process.is_alive():            # again, if a run ended just then and another began
+                process.terminate()
+                process.join(1)
+        print("stopped: the same command goes on from there", file=sys.stderr)
+        raise SystemExit(130)
+    failed = [folder for folder in todo if not (folder / "summary.json").is_file()]
+    if failed:
+        log = failed[0] / "log.txt"
+        last_words = log.read_text().strip()[-300:] if log.is_file() else "nothing: its process did not even begin"
+        stop(f"{len(failed)} of {len(todo)} runs failed; the log.txt of {failed[0]} ends with: {last_words}")
     if todo:
         progress(f"{len(todo)} runs in {duration(time.time() - begin)}", keep=True)
 
@@ -192,17 +218,17 @@ def run_all(runs, jobs):
 def cmd_run(args):
     """Run the train.py commands of a file, several at a time; finished runs are skipped."""
     from lib.flags import config_of, flops_of, parse, steps_of
+    runs = []
     try:
         lines = Path(args.file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        commands = [shlex.split(line, comments=True) for line in lines]
+    except (OSError, ValueError) as error:       # not UTF-8 or an open quote are ValueErrors
         stop(f"{args.file}: cannot read it ({error}): give a file that `fit_law.py plan` wrote")
-    runs = []
-    for line in lines:
-        words = shlex.split(line, comments=True)
+    for words in commands:
         if not words:
             continue
         if words[:2] != ["python", "train.py"]:
-            stop(f"{args.file}: the line {line[:60]!r} is not a command python train.py --flags: remove it")
+            stop(f"{args.file}: {shlex.join(words)[:60]!r} is not a command python train.py --flags: remove it")
         flags, _ = parse(words[2:])
         cfg = config_of(flags, flags.vocab_size or 4096)
         steps = steps_of(flags, cfg)
@@ -243,16 +269,31 @@ def cmd_collect(args):
             rows.append(row)
     if not rows:
         stop(f"none of the {len(args.folders)} folders holds a finished run: give the --out_dir folders of train.py")
-    write_rows(sys.stdout, rows)
+    write_rows(sys.stdout, rows, SUMMARY)
 
 
-def write_rows(file, rows):
-    writer = csv.DictWriter(file, SUMMARY, lineterminator="\n")
+def write_rows(file, rows, columns):
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 
 
 # --- try ---
+TABLE = [*SUMMARY, "recipe"]  # columns of a table that says what is done already
+
+
+def recipe_of(flags):
+    """A short hash of what makes a run: its flags that are not defaults, but for those that change rounding or nothing,
+    and the content of its trick's file."""
+    from lib.flags import DEFAULTS, FREE, parse
+    from lib.tricks import file_hash, trick_file
+    args, _ = parse(flags)
+    facts = {name: value for name, value in vars(args).items() if value != DEFAULTS[name]}
+    facts = {name: value for name, value in facts.items() if name not in FREE}
+    if args.trick:
+        facts["trick"] = file_hash(trick_file(args.trick))
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
 
 def read_done(path):
     """{(sweep, run): row} of a table that is extended run by run; empty if there is none yet."""
@@ -260,35 +301,57 @@ def read_done(path):
         return {}
     with open(path, newline="", encoding="utf-8") as f:
         reader = csv.DictReader(f)
-        if reader.fieldnames != SUMMARY:
-            stop(f"{path}: is no table of runs, whose columns are {','.join(SUMMARY)}: give another --table")
+        if reader.fieldnames != TABLE:
+            stop(f"{path}: is no table of `try` or `baseline`, whose columns are {','.join(TABLE)}: give another --table")
         return {(row["sweep"], row["run"]): row for row in reader}
 
 
 def complete_table(path, planned, jobs):
     """Run what the table at path does not hold yet of the planned runs, and add it there."""
-    done = read_done(path)
-    runs = []
+    done, runs, recipes = read_done(path), [], {}
     for flags, budget, _ in planned:
         folder = folder_of(flags)
-        if (folder.parent.name, folder.name) not in done:
+        key = folder.parent.name, folder.name
+        recipes[key] = recipe_of(flags)
+        if key not in done:
             runs.append((flags, budget))
-    n_done = len(planned) - len(runs)
-    if n_done:
-        print(f"{n_done} runs are in {os.path.relpath(path)}")
+        elif done[key]["recipe"] != recipes[key]:
+            stop(f"{path} holds {key[1]} of {key[0]} already, run with other flags or another content of its file: give "
+                 "this one another --name, or remove the rows of the old one and its folder under out/")
+    if len(runs) < len(planned):
+        print(f"{len(planned) - len(runs)} runs are in {os.path.relpath(path)}")
     if not runs:
         return
+    unfinished(runs)                             # refuses folders of other runs, whose rows must not come into the table
     try:
         run_all(runs, jobs)
     finally:                                     # what is finished counts, whatever stopped the rest
+        done = read_done(path)                   # another `try` may have added its own
         for flags, _ in runs:
             folder = folder_of(flags)
             row = read_summary(folder)
             if row:
-                done[folder.parent.name, folder.name] = row
+                key = folder.parent.name, folder.name
+                done[key] = row | {"recipe": recipes[key]}
         text = io.StringIO()
-        write_rows(text, done.values())
+        write_rows(text, done.values(), TABLE)
         write_atomic(Path(path), text.getvalue().encode())
+
+
+def check_pairs(planned, baseline, curve):
+    """Stop, before the work, if the planned runs would have no pair in the baseline."""
+    from lib.flags import parse
+    from runs import load_runs
+    from verdict import PAIRS_NEEDED
+    load_runs(curve)
+    base = load_runs(baseline)
+    columns = [base[key] for key in ("n_embd", "n_loop", "n_expert", "seed")]
+    there = set(zip(*columns))
+    runs = [parse(flags)[0] for flags, _, _ in planned]
+    n_pairs = sum((a.n_embd, a.n_loop, a.n_expert, a.seed) in there for a in runs if a.n_loop > 1)
+    if n_pairs < PAIRS_NEEDED:
+        stop(f"{baseline} has the same run without the trick for {n_pairs} of the {len(runs)} runs only: take the "
+             "--seeds, --loops and experts of the baseline, or another --baseline")
 
 
 def cmd_baseline(args):
@@ -302,14 +365,16 @@ def cmd_try(args):
     from verdict import judge_tables
     if bool(args.trick) == bool(args.flags):
         stop("try: give either the file of a trick, such as tricks/gate.py, or --flags with --name")
-    if args.flags and not args.name:
-        stop("--flags: give the trick a --name, under which the scoreboard lists it")
+    name = args.name or Path(args.trick).stem
+    if not re.fullmatch(r"[\w.+-]+", name) or name == "baseline":
+        stop(f"--name={name}: give the trick a name of letters, digits, _ and -, under which the scoreboard lists it")
     check_writable("--table", Path(args.table).parent)
     flags = f"--trick={args.trick}" if args.trick else args.flags
     if args.trick_args:
         flags += f" --trick_args={args.trick_args}"
-    name = args.name or Path(args.trick).stem
-    complete_table(args.table, plan_runs("try", name, flags, args.seeds, loops=args.loops), args.jobs)
+    planned = plan_runs("try", name, flags, args.seeds, loops=args.loops)
+    check_pairs(planned, args.baseline, args.curve)
+    complete_table(args.table, planned, args.jobs)
     judge_tables(args.baseline, args.table, curve=args.curve, only=name, scoreboard=args.scoreboard)
 
 
@@ -336,7 +401,7 @@ def parse_args():
     add("--trick_args", "its options, name=value,...", default="")
     add("--flags", "instead of a file: flags of train.py that are the trick", default="", metavar="'--a=1 --b=2'")
     add("--name", "of the trick in the tables (default: that of its file)", default="")
-    add("--seeds", "a run for each (default 42 43 44)", default=[42, 43, 44], **seeds)
+    add("--seeds", "a run for each (default 42 43; the baseline has 44 as well)", default=[42, 43], **seeds)
     add("--loops", "n_loop (default 1 2 4)", type=int, nargs="+")
     add("--baseline", "table of the runs without it (default results/baseline_runs.csv)", default=baseline)
     add("--curve", "table that says how the baseline's loss falls with compute (default results/pocket_runs.csv)",

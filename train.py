@@ -44,7 +44,6 @@ from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
 from lib.optim import lr_at, make_optimizers
 from lib.plots import plot_loss
 from lib.tricks import class_of_checkpoint, describe, model_class, trick_file
-from model import LoopedLM
 
 
 # --- evaluation ---
@@ -142,17 +141,15 @@ def clip_and_measure(model, grad_clip):
 
 
 # --- compile ---
-def try_compile(model, autocast, settings, batch_size, steady):
-    """Compile the model. Where that fails, or computes other gradients, train eagerly and say so in one line.
-    settings: how the first step runs the model. steady: so does every step, and on a CPU one graph serves them all."""
+def try_compile(model, autocast, settings, batch_size):
+    """Compile the blocks. Where that fails, or computes other gradients, train eagerly and say so in one line.
+    settings: how the first step runs the model."""
     cfg, device = model.cfg, model.table.device
-    whole = steady and not cfg.n_expert and device.type == "cpu"
     idx = torch.arange(batch_size * cfg.block_size, device=device).view(batch_size, -1) % cfg.vocab_size
-    targets = idx.clone()                        # one tensor for both would be another graph
 
     def gradients():
         with autocast():
-            _, result = model(idx, targets, **settings)
+            _, result = model(idx, idx, **settings)
         result["loss"].backward()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
         model.zero_grad(set_to_none=True)
@@ -160,7 +157,7 @@ def try_compile(model, autocast, settings, batch_size, steady):
     eager = gradients()
     problem = None
     try:
-        model.compile_whole() if whole else model.compile_blocks()
+        model.compile_blocks()
         if not agree(eager, gradients()):
             problem = "computes other gradients"
     except Exception as e:                       # no compiler, no Triton: whatever it raises, eager code still works
@@ -437,8 +434,7 @@ def train(args, explicit):
     step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
     curriculum = Curriculum(**state.get("curriculum", {})) if state else Curriculum()
     if args.compile if args.compile is not None else device.startswith("cuda"):
-        steady = not args.sample_loops and trick.schedule.__func__ is LoopedLM.schedule.__func__
-        try_compile(model, autocast, settings_at(step, args, model, plan.steps), args.batch_size // world, steady)
+        try_compile(model, autocast, settings_at(step, args, model, plan.steps), args.batch_size // world)
     ddp = DistributedDataParallel(model) if world > 1 else model
 
     # 4. The run folder: what is known before the first step.

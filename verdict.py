@@ -191,7 +191,7 @@ def judge(base, trick, name, slopes=None):
     difference, log_m = measure_pairs(slopes, looped)
     add_estimate(result, "nats", difference)
     add_estimate(result, "multiplier", np.exp(log_m))
-    if not result["multiplier_ci"]:
+    if "multiplier" not in result:
         stop(f"{name}: the baseline's loss does not fall with compute at these budgets: choose others with --budgets")
     low, high = result["multiplier_ci"]
     result["decided"] = "not decided"
@@ -211,9 +211,11 @@ def judge(base, trick, name, slopes=None):
 
 
 def add_estimate(result, key, values):
-    """The estimate and the interval of values (1 + S,)."""
-    result[key] = float(values[0])
-    result[f"{key}_ci"] = interval(values)
+    """The estimate and the interval of values (1 + S,), if there are both."""
+    bounds = interval(values)
+    if bounds and np.isfinite(values[0]):
+        result[key] = float(values[0])
+        result[f"{key}_ci"] = bounds
 
 
 def is_enough(pairs):
@@ -258,7 +260,7 @@ def print_verdict(name, result):
     nats = bracket(result["nats_ci"], "+.3f")
     print(f"{name}: {effect} at r = {loops} ({pairs}, {budgets}, {seeds}; {result['nats']:+.3f} nats {nats}{alone})")
     share = "unknown, there are too few r = 1 runs with a pair"
-    if "share" in result:
+    if "plain" in result and "share" in result:
         edges = bracket(result["share_ci"], ".2f")
         share = f"{percent_text(result['plain'], result['plain_ci'])}; share of the loop {result['share']:.2f} {edges}"
     print(f"    the plain model, r = 1: {share}")
@@ -287,6 +289,8 @@ def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=No
             trick = select(tricks, tricks["sweep"] == sweep)
             results[name] = judge(base, trick, name, slopes)
             print_verdict(name, results[name])
+    if only and not results:
+        stop(f"{path} has no run of {only}: give the name that its column sweep holds")
     if json:
         write_json(json, results)
     if scoreboard:

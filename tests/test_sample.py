@@ -62,6 +62,12 @@ def test_greedy_from_the_beginning_of_a_text(trained, capsys):
     assert texts(told) == [encoding.decode(ids.tolist())] and "n_loop=4 (as trained)" in told
 
 
+def test_drafting_writes_the_same_greedy_text(trained, capsys):
+    folder, _, _ = trained("--n_loop=4")
+    asked = ["--ckpt", folder, "--prompt", "abc de", "--n_loop", 2, 4, "--max_new_tokens", 45, "--temperature", 0]
+    assert texts(output(capsys, *asked, "--draft_passes", 1)) == texts(output(capsys, *asked))
+
+
 def test_a_sample_ends_at_end_of_text_unless_told_otherwise(trained, capsys, monkeypatch):
     folder, model, encoding = trained()
     ids = [*encoding.encode("ab"), encoding.eot_token, *encoding.encode("cd")]
@@ -116,6 +122,7 @@ def test_a_prompt_longer_than_the_context_is_cut_and_that_is_said(trained, capsy
 @pytest.mark.parametrize("flags, says", [
     (["--n_loop", "0"], "--n_loop=0"), (["--score"], "--prompt"), (["--score", "--prompt", "a"], "--prompt"),
     (["--prompt", "FILE:/nosuch"], "/nosuch"), (["--temperature=-1"], "--temperature"), (["--top_k=-1"], "--top_k"),
+    (["--draft_passes=4"], "--draft_passes=4"), (["--draft_passes=1", "--n_loop", "1"], "--draft_passes"),
     (["--num_samples=0"], "--num_samples"), (["--seed=x"], "--seed"), (["--nosuch"], "--nosuch")])
 def test_bad_flags_are_one_sentence(capsys, monkeypatch, corpus, flags, says):
     monkeypatch.setattr(S, "load_model", lambda *a: (SimpleNamespace(cfg=SimpleNamespace(n_loop=4, block_size=32)), {}))

@@ -2,10 +2,14 @@
 import csv
 import json
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import sweep as S
 import verdict as V
@@ -73,16 +77,39 @@ def test_runs_in_the_table_are_not_run_again_and_finished_ones_are_added(tmp_pat
             summary_of(S.folder_of(flags), 4.0, flags=flags)
         raise SystemExit(2)
     monkeypatch.setattr(S, "run_all", train_half)
-    for _ in range(5):
-        with pytest.raises(SystemExit) if asked != [15, 7, 3, 1] else pytest.MonkeyPatch.context():
+    for _ in range(4):
+        with pytest.raises(SystemExit):
             S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
-    assert asked == [15, 7, 3, 1]                          # what is done already is left out
+    S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
+    assert asked == [15, 7, 3, 1]                          # what is done already is left out; at the end all of it is
     rows = list(csv.DictReader((tmp_path / "runs.csv").open()))
     assert len(rows) == 15 and {row["sweep"] for row in rows} == {"baseline"}
     (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit):
         S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
-    assert "is no table of runs" in capsys.readouterr().err
+    assert "is no table of" in capsys.readouterr().err
+
+
+def test_another_trick_of_the_same_name_is_not_taken_as_done(tmp_path, monkeypatch, capsys):
+    """Other options, or another content of the file: neither the table nor a folder counts as done."""
+    monkeypatch.chdir(tmp_path)
+    trick = tmp_path / "mine.py"
+    trick.write_text((ROOT / "tricks" / "pass_vector.py").read_text())
+    planned = S.plan_runs("try", "mine", f"--trick={trick}", seeds=[42])
+
+    def train(runs, jobs):
+        for flags, _ in runs:
+            summary_of(S.folder_of(flags), 4.0, flags=flags)
+    monkeypatch.setattr(S, "run_all", train)
+    S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
+    S.complete_table(tmp_path / "runs.csv", planned, jobs=2)       # the same once more is fine
+    trick.write_text(trick.read_text() + "\n# changed\n")
+    with pytest.raises(SystemExit):
+        S.complete_table(tmp_path / "runs.csv", S.plan_runs("try", "mine", f"--trick={trick}", seeds=[42]), jobs=2)
+    assert "another content of its file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        S.complete_table(tmp_path / "runs.csv", S.plan_runs("try", "mine", "--bptt=1", seeds=[42]), jobs=2)
+    assert "--name" in capsys.readouterr().err
 
 
 def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, monkeypatch, command):
@@ -95,7 +122,7 @@ def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, mon
         for flags, _ in runs:
             folder = S.folder_of(flags)
             row = dict(losses[folder.name], trick="gate")
-            del row["sweep"]
+            del row["sweep"], row["recipe"]
             gain = 0.05 if int(row["n_loop"]) > 1 else 0.02
             folder.mkdir(parents=True)
             (folder / "summary.json").write_text(json.dumps(row | {"val_loss": float(row["val_loss"]) - gain}))
@@ -105,7 +132,7 @@ def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, mon
     done = command("try", trick, *files)
     assert done.returncode == 0, done.stderr
     line, = csv.DictReader((tmp_path / "tricks.csv").open())
-    assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "30")
+    assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "20")
     assert float(line["nats"]) == pytest.approx(-0.05) and float(line["share"]) > 1
     assert 1 < float(line["plain"]) < float(line["multiplier"])
     assert "gate: saves" in done.stdout and "the plain model, r = 1: saves" in done.stdout
@@ -131,16 +158,21 @@ def test_scoreboard_comes_out_again_from_the_committed_tables(tmp_path, cli):
     (["try"], "either the file of a trick"), (["try", "tricks/gate.py", "--flags=--bptt=1"], "either the file"),
     (["try", "--flags=--bptt=1"], "--name"), (["try", "tricks/nosuch.py"], "nosuch"),
     (["try", "--flags=--n_loop=2", "--name=x"], "--loops"), (["run", "nosuch.sh"], "nosuch.sh"),
-    (["baseline", "--jobs=0"], "--jobs=0"), (["try", "tricks/gate.py", "--table=/dev/null/x.csv"], "--table")])
+    (["try", "tricks/gate.py", "--name=a/b"], "--name=a/b"), (["try", "tricks/gate.py", "--name=baseline"], "--name"),
+    (["try", "--flags=--n_expert=8", "--name=x"], "for 0 of the 30"), (["try", "tricks/gate.py", "--seeds", "7"], "--seeds"),
+    (["try", "tricks/gate.py", "--curve=nosuch.csv"], "nosuch.csv"), (["baseline", "--jobs=0"], "--jobs=0"), (["try", "tricks/gate.py", "--table=/dev/null/x.csv"], "--table")])
 def test_bad_input_is_one_sentence(flags, why, command):
     done = command(*flags)
     assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_file_of_other_commands_is_refused(tmp_path, command):
-    (tmp_path / "list.sh").write_text("rm -rf out\n")
+@pytest.mark.parametrize("text, why", [
+    ("rm -rf out", "rm -rf out"), ("python train.py '--seed=1", "list.sh"), ("python train.py --nosuch=1", "--nosuch"),
+    ("python train.py --n_loop=2\npython train.py --n_loop=4", "out/pocket")])
+def test_a_file_of_other_commands_is_refused(text, why, tmp_path, command):
+    (tmp_path / "list.sh").write_text(text)
     done = command("run", tmp_path / "list.sh")
-    assert done.returncode == 2 and "rm -rf out" in done.stderr
+    assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1
 
 
 # --- the runs themselves ---
@@ -173,9 +205,33 @@ def test_runs_of_one_shape_in_one_process_equal_single_runs(tiny, tmp_path, run)
 @pytest.mark.slow
 def test_a_failing_run_ends_the_sweep_with_its_last_words(tiny, tmp_path, run):
     bad = tiny("--learning_rate=1e6", "--grad_clip=0", "--seed=1", out="bad")
-    (tmp_path / "list.sh").write_text("python train.py " + shlex.join(bad))
+    good = tiny("--seed=2", out="good")
+    (tmp_path / "list.sh").write_text("\n".join("python train.py " + shlex.join(flags) for flags in (bad, good)))
     done = run("sweep.py", "run", tmp_path / "list.sh")
-    assert done.returncode == 2 and "bad failed" in done.stderr and "not finite" in done.stderr
+    assert done.returncode == 2 and "1 of 2 runs failed" in done.stderr and "not finite" in done.stderr
+    assert (tmp_path / "good" / "summary.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_sweep_saves_and_goes_on(number, tiny, tmp_path):
+    """Stopped in the middle of two long runs, no process is left, and the same command resumes them."""
+    lines = [shlex.join(["python", "train.py", *tiny(f"--seed={seed}", "--max_steps=3000", "--eval_interval=0",
+                                                     "--log_interval=10", out=f"s{seed}")]) for seed in (1, 2)]
+    (tmp_path / "list.sh").write_text("\n".join(lines))
+    command = [sys.executable, str(ROOT / "sweep.py"), "run", str(tmp_path / "list.sh")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    deadline = time.time() + 120
+    while not S.share_done(tmp_path / "s1", 1e30) and time.time() < deadline:
+        time.sleep(0.2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "goes on from there" in err
+    assert (tmp_path / "s1" / "ckpt.pt").is_file() and not (tmp_path / "s1" / "summary.json").is_file()
+    begun = torch.load(tmp_path / "s1" / "ckpt.pt", weights_only=True)["step"]
+    rows = (tmp_path / "s1" / "metrics.csv").read_text().count("\n")
+    time.sleep(1)
+    assert 0 < begun < 3000 and (tmp_path / "s1" / "metrics.csv").read_text().count("\n") == rows
 
 
 def test_share_done(tmp_path):

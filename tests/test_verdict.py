@@ -74,7 +74,7 @@ def test_command_on_the_pocket_tables(cli, tmp_path):
     for result in results.values():
         low, high = result["multiplier_ci"]
         assert low < result["multiplier"] < high and (result["multiplier"] > 1) == (result["nats"] < 0)
-    page = (F.ROOT / "results" / "pocket.md").read_text(encoding="utf-8")
+    page = (F.ROOT / "results" / "tricks.md").read_text(encoding="utf-8")
     for line in done.stdout.splitlines():
         assert line in page
 
