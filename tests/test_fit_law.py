@@ -679,7 +679,7 @@ def edit_line(number, old, new):
     (lambda lines: [line + "," for line in lines], "column 17 has no name"),
     (edit_line(3, "baseline", '"base'), "line 3 is not CSV"),
     (edit_line(3, "baseline", '"base"line'), "line 3 is not CSV"),
-    (lambda lines: [*lines, lines[0]], "line 118: flops is 'C_flops'"),
+    (lambda lines: [*lines, lines[0]], "line 118: n_loop is 'r'"),
     (edit_line(4, ",20,", ",,"), "line 4: n_recur is ''"),
     (lambda lines: [lines[0] + ",inject", *(line + ",linear" for line in lines[1:-1]), lines[-1] + ","],
      "line 117: inject is empty"),
