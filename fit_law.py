@@ -25,7 +25,7 @@ import numpy as np
 
 from law import (FORMS, bootstrap, bootstrap_weights, count_resamples, descend, fit_law, interval, label_groups,
                  natural_units, predict, rms, span, why_no_interval, why_unidentified, worth)
-from lib.console import misused, stop
+from lib.console import add_command, misused, stop
 from lib.files import ROOT, check_writable, write_json, writing
 from lib.plots import plot_law, plot_scoreboard
 from optima import cmd_allocate, cmd_isoflop
@@ -277,12 +277,6 @@ def parse_args():
     parser.error = misused
     commands = parser.add_subparsers(required=True)
 
-    def command(function, text):
-        sub = commands.add_parser(function.__name__[4:], help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(function=function)
-        sub.error = misused
-        return lambda name, text, **options: sub.add_argument(name, help=text, **options)
-
     integers, reals = dict(type=int, nargs="+"), dict(type=float, nargs="+")
     resamples = dict(type=int, default=1000)
     convention = dict(choices=CONVENTIONS, default="written")
@@ -290,7 +284,7 @@ def parse_args():
     where = f"where the injection matrix is counted; {meanings} (default written)"
     table = "table of runs, from `collect` or data/isodepth*.csv"
 
-    add = command(cmd_plan, "print a sweep, one train.py command a line")
+    add = add_command(commands, cmd_plan, "print a sweep, one train.py command a line")
     add("--preset", "which grid (default pocket)", choices=GRIDS, default="pocket")
     add("--budgets", "training FLOPs of a run, instead of the preset's", **reals)
     add("--widths", "n_embd at every budget, instead of the preset's", **integers)
@@ -300,9 +294,9 @@ def parse_args():
     add("--name", "folder under out/, the name of the sweep (default: PRESET-sweep)")
     add("--vocab_size", "of the data, for the FLOPs (default: the preset's)", type=int)
     add("--speed", "FLOP/s that you reach, for the time (default: the preset's)", type=float)
-    add = command(cmd_collect, "one table, to stdout, from the summary.json files of finished runs")
+    add = add_command(commands, cmd_collect, "one table, to stdout, from the summary.json files of finished runs")
     add("folders", "the --out_dir folders of train.py", nargs="+")
-    add = command(cmd_fit, "fit the joint law, with intervals")
+    add = add_command(commands, cmd_fit, "fit the joint law, with intervals")
     add("runs", table)
     add("--convention", where, **convention)
     add("--budgets", "only the runs at these training FLOPs (default: all)", **reals)
@@ -312,32 +306,32 @@ def parse_args():
     add("--plot", "draw the law to this PNG", metavar="FILE")
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
     add("--json", "also write the numbers to this file", metavar="FILE")
-    add = command(cmd_isoflop, "the optimum of each budget by parabolas, and its exponents")
+    add = add_command(commands, cmd_isoflop, "the optimum of each budget by parabolas, and its exponents")
     add("runs", table)
     add("--by", "columns that tell variants apart, such as n_loop,n_expert (default n_loop)", default="n_loop")
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
-    add = command(cmd_allocate, "the best width under the law, and what the same loss costs at r=1")
+    add = add_command(commands, cmd_allocate, "the best width under the law, and what the same loss costs at r=1")
     add("--runs", "table of runs to fit (default: the published ones)", default=PUBLISHED)
     add("--convention", where, **convention)
     add("--flops", "training budget", required=True, type=float)
     add("--n_loop", "r, passes through the loop", required=True, type=int)
     add("--vocab_size", "of the data, for the FLOPs (default: the paper's)", type=int, default=32064)
     add("--block_size", "context, for the FLOPs (default: the paper's)", type=int, default=2048)
-    add = command(cmd_compare, "phi with a trick minus phi without it")
+    add = add_command(commands, cmd_compare, "phi with a trick minus phi without it")
     add("baseline", "table of the runs without it")
     add("runs", table)
     add("--convention", where, **convention)
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
     add("--table", "also add a line to this scoreboard, such as results/phi_table.csv", metavar="FILE")
     add("--json", "also write the numbers to this file", metavar="FILE")
-    add = command(cmd_verdict, "whether a trick saves compute, from pairs of runs with and without it")
+    add = add_command(commands, cmd_verdict, "whether a trick saves compute, from pairs of runs with and without it")
     add("baseline", "table of the runs without it")
     add("runs", "table of the runs with it, several tricks told apart by the column sweep")
     add("--curve", "table that says how the baseline's loss falls with compute (default: the baseline's)")
     add("--budgets", "only the pairs at these training FLOPs (default: all that both tables have)", **reals)
     add("--scoreboard", "also put the verdicts into this table, such as results/tricks.csv, and draw it", metavar="FILE")
     add("--json", "also write the numbers to this file", metavar="FILE")
-    add = command(cmd_table, "the scoreboard of tricks, ranked, with its plot")
+    add = add_command(commands, cmd_table, "the scoreboard of tricks, ranked, with its plot")
     default = str(ROOT / "results" / "phi_table.csv")
     add("scoreboard", "as `compare --table` writes it (default: results/phi_table.csv)", nargs="?", default=default)
     add("--plot", "picture to draw (default: next to the table, as .png)", metavar="FILE")

@@ -27,7 +27,7 @@ from lib.files import check_writable, write_atomic
 from lib.flags import FREE
 from lib.machine import pick_device
 from lib.plots import plot_hops, read_metrics
-from readout_study import mean_interval, passes
+from lib.stats import mean_interval
 
 LEARNED = 0.95                                   # share of right answers from which a number of hops counts as learned
 
@@ -38,7 +38,8 @@ def read_passes(model, x, n_passes, batch_size=256):
     """Logits (K, B, T, V) of x (B, T) after 1 .. K = n_passes passes: those of the model run with as many."""
     parts = []
     for idx in x.to(model.table.device).split(batch_size):
-        states, context = passes(model, idx, n_passes)
+        context = model.context(idx, n_passes, None)
+        states = model.loop_states(idx, context, n_passes)
         logits = [model.logits(h, context, k) for k, h in enumerate(states, 1)]
         parts.append(torch.stack(logits).float().cpu())
     return torch.cat(parts, dim=1)

@@ -18,9 +18,6 @@ Shapes: B windows, T positions, D width, K passes, N = B T tokens; s = |h| / sqr
 import argparse
 import json
 import math
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +27,14 @@ import torch.nn.functional as F
 from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model
-from lib.console import duration, misused, progress, require_at_least, stop
-from lib.files import ROOT, check_writable, read_json, write_atomic
-from lib.flags import PRESETS, check_same_run, parse
+from lib.console import misused, progress, require_at_least, stop
+from lib.files import check_writable, write_atomic
+from lib.flags import PRESETS, parse
 from lib.machine import default_jobs, pick_device, read_clock
 from lib.plots import plot_readout
+from lib.stats import mean_interval
 from model import Config, LoopedLM
+from sweep import find_unfinished, run_all
 
 CELLS = {
     "terminal-norm": "--loss=terminal --readout=norm",
@@ -295,46 +294,7 @@ def plan_runs(args):
     return runs
 
 
-def train_all(runs, jobs):
-    """Train what is not finished of runs [(folder, flags)], jobs processes at a time; returns when all are."""
-    for folder, flags in runs:
-        if (folder / "config.json").is_file():   # finished or not, it has to be the run that is asked for
-            saved = read_json(folder / "config.json")
-            check_same_run(parse(flags)[1], saved, saved["data_sha256"], folder, False)
-    todo = [(folder, flags) for folder, flags in runs if not (folder / "summary.json").is_file()]
-    n_todo, running, start = len(todo), {}, time.time()
-    print(f"{len(runs)} runs, {len(runs) - n_todo} of them finished before", flush=True)
-    try:
-        while todo or running:
-            while todo and len(running) < jobs:
-                folder, flags = todo.pop(0)
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(folder / "log.txt", "w") as log:
-                    command = [sys.executable, str(ROOT / "train.py"), *flags]
-                    running[folder] = subprocess.Popen(command, stdout=log, stderr=log)
-            for folder in [f for f, process in running.items() if process.poll() is not None]:
-                process = running.pop(folder)
-                if process.returncode:
-                    log = folder / "log.txt"
-                    stop(f"the run {folder} failed; its {log} ends with: {log.read_text().strip()[-200:]}")
-                left = len(todo) + len(running)
-                seconds = (time.time() - start) / (n_todo - left) * left
-                progress(f"{folder.name} done, {left} to go, ETA {duration(seconds)}", True)
-            time.sleep(0.2)
-    finally:
-        for process in running.values():         # stopped by hand: the runs save, and resume next time
-            process.terminate()
-
-
 # --- statistics over seeds ---
-def mean_interval(values):
-    """Mean over seeds with its 95% t interval: (mean, low, high)."""
-    from scipy.stats import t
-    mean, n = np.mean(values), len(values)
-    half = t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n ** 0.5 if n > 1 else math.nan
-    return mean, mean - half, mean + half
-
-
 def ratio(over, under):
     """Geometric mean of over / under, paired by seed, with its 95% t interval: (ratio, low, high)."""
     log_ratio = np.log(np.divide(over, under))
@@ -511,7 +471,7 @@ def main(argv=None):
     target, plot = Path(args.json or out.with_suffix(".json")), out.with_suffix(".png")
     check_writable("--out_dir or --json", out.parent, target.parent)
     open_data(train_args)                        # all runs have the same
-    train_all(list(runs.values()), args.jobs or default_jobs())
+    run_all(find_unfinished([flags for _, flags in runs.values()]), args.jobs or default_jobs())
     cells, folders = {}, {}
     for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items(), 1):
         progress(f"diagnosing {folder.name}, {i} of {len(runs)}", False)

@@ -1,7 +1,7 @@
 """
 Sweeps of train.py: print a grid as commands, run commands on all cores, collect finished runs, try a trick.
 
-    python sweep.py try tricks/gate.py                  # does it save compute? 30 runs, 15 min on two idle cores
+    python sweep.py try tricks/gate.py                  # does it save compute? 30 runs, 16 min on two idle cores
     python sweep.py try --flags=--inject=add --name=e_plus_h      # a trick that is a flag
     python sweep.py run sweep.sh                        # the commands of a file, such as `fit_law.py plan` prints
     python sweep.py baseline                            # the runs that a trick is paired with: results/baseline_runs.csv
@@ -27,7 +27,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 
-from lib.console import duration, misused, progress, require_at_least, stop
+from lib.console import add_command, duration, misused, progress, require_at_least, stop
 from lib.files import ROOT, check_writable, read_json, write_atomic
 
 # --- plan ---
@@ -148,13 +148,15 @@ def share_done(folder, max_flops):
         return 0.0
 
 
-def unfinished(runs):
-    """{folder: (flags, FLOPs)} of the runs [(flags of train.py, FLOPs)] that still have to be trained. Stops where two of
+def find_unfinished(commands):
+    """{folder: (flags, FLOPs)} of the runs, lists of flags of train.py, that still have to be trained. Stops where two of
     them share a folder, or where a folder holds another run than the one that is asked for."""
-    from lib.flags import check_same_run, parse
+    from lib.flags import check_same_run, config_of, parse
+    from train import plan_steps
     folders, todo = set(), {}
-    for flags, flops in runs:
+    for flags in commands:
         args, _ = parse(flags)
+        plan = plan_steps(args, config_of(args, args.vocab_size or 4096))
         folder = Path(args.out_dir)
         if folder in folders:
             stop(f"--out_dir={folder}: two runs of the list have this folder; give each its own")
@@ -163,18 +165,17 @@ def unfinished(runs):
             saved = read_json(folder / "config.json")
             check_same_run(vars(args), saved, saved["data_sha256"], folder, False)
         if not (folder / "summary.json").is_file():
-            todo[folder] = flags, flops
+            todo[folder] = flags, plan.steps * plan.flops_per_step
+    print(f"{len(commands)} runs, {len(commands) - len(todo)} of them finished before", flush=True)
     return todo
 
 
-def run_all(runs, jobs):
-    """Train the runs [(flags of train.py, FLOPs)] that are not finished, jobs processes at a time. Stopped by hand, each
-    run saves and resumes the next time. A failing run does not keep the others from being trained."""
-    todo = unfinished(runs)
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them finished before", flush=True)
+def run_all(todo, jobs):
+    """Train the runs of find_unfinished, jobs processes at a time. Stopped by hand, each run saves and resumes the next
+    time. A failing run does not keep the others from being trained."""
     groups = {}
     for flags, flops in todo.values():
-        shape = tuple(f for f in flags if not f.startswith(NO_SHAPE))
+        shape = tuple(flag for flag in flags if flag.split("=")[0] not in NO_SHAPE)
         commands, size = groups.get(shape, ([], 0))
         groups[shape] = [*commands, flags], size + flops
     queue = [commands for commands, _ in sorted(groups.values(), key=lambda group: -group[1])]
@@ -217,7 +218,6 @@ def run_all(runs, jobs):
 
 def cmd_run(args):
     """Run the train.py commands of a file, several at a time; finished runs are skipped."""
-    from lib.flags import config_of, flops_of, parse, steps_of
     runs = []
     try:
         lines = Path(args.file).read_text(encoding="utf-8").splitlines()
@@ -229,12 +229,8 @@ def cmd_run(args):
             continue
         if words[:2] != ["python", "train.py"]:
             stop(f"{args.file}: {shlex.join(words)[:60]!r} is not a command python train.py --flags: remove it")
-        flags, _ = parse(words[2:])
-        cfg = config_of(flags, flags.vocab_size or 4096)
-        steps = steps_of(flags, cfg)
-        tokens = steps * flags.batch_size * flags.grad_accum * cfg.block_size
-        runs.append((words[2:], tokens * flops_of(flags, cfg, steps)))
-    run_all(runs, args.jobs)
+        runs.append(words[2:])
+    run_all(find_unfinished(runs), args.jobs)
 
 
 # --- collect ---
@@ -309,12 +305,12 @@ def read_done(path):
 def complete_table(path, planned, jobs):
     """Run what the table at path does not hold yet of the planned runs, and add it there."""
     done, runs, recipes = read_done(path), [], {}
-    for flags, budget, _ in planned:
+    for flags, _, _ in planned:
         folder = folder_of(flags)
         key = folder.parent.name, folder.name
         recipes[key] = recipe_of(flags)
         if key not in done:
-            runs.append((flags, budget))
+            runs.append(flags)
         elif done[key]["recipe"] != recipes[key]:
             stop(f"{path} holds {key[1]} of {key[0]} already, run with other flags or another content of its file: give "
                  "this one another --name, or remove the rows of the old one and its folder under out/")
@@ -322,12 +318,12 @@ def complete_table(path, planned, jobs):
         print(f"{len(planned) - len(runs)} runs are in {os.path.relpath(path)}")
     if not runs:
         return
-    unfinished(runs)                             # refuses folders of other runs, whose rows must not come into the table
+    todo = find_unfinished(runs)                 # refuses folders of other runs, whose rows must not come into the table
     try:
-        run_all(runs, jobs)
+        run_all(todo, jobs)
     finally:                                     # what is finished counts, whatever stopped the rest
         done = read_done(path)                   # another `try` may have added its own
-        for flags, _ in runs:
+        for flags in runs:
             folder = folder_of(flags)
             row = read_summary(folder)
             if row:
@@ -369,9 +365,9 @@ def cmd_try(args):
     if not re.fullmatch(r"[\w.+-]+", name) or name == "baseline":
         stop(f"--name={name}: give the trick a name of letters, digits, _ and -, under which the scoreboard lists it")
     check_writable("--table", Path(args.table).parent)
-    flags = f"--trick={args.trick}" if args.trick else args.flags
-    if args.trick_args:
-        flags += f" --trick_args={args.trick_args}"
+    flags = args.flags
+    if args.trick:
+        flags = shlex.join([f"--trick={args.trick}", f"--trick_args={args.trick_args}"])
     planned = plan_runs("try", name, flags, args.seeds, loops=args.loops)
     check_pairs(planned, args.baseline, args.curve)
     complete_table(args.table, planned, args.jobs)
@@ -386,17 +382,10 @@ def parse_args():
     parser.error = misused
     commands = parser.add_subparsers(required=True)
 
-    def command(function, text):
-        sub = commands.add_parser(function.__name__[4:], help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(function=function)
-        sub.error = misused
-        sub.add_argument("--jobs", help="runs side by side (default: one per core, or one on a GPU)", type=int)
-        return lambda name, text, **options: sub.add_argument(name, help=text, **options)
-
     results = ROOT / "results"
     seeds = dict(type=int, nargs="+")
     baseline = str(results / "baseline_runs.csv")
-    add = command(cmd_try, "train the grid with a trick, pair it with the baseline, print the verdict")
+    add = add_command(commands, cmd_try, "train the grid with a trick, pair it with the baseline, print the verdict")
     add("trick", "file of the trick, such as tricks/gate.py", nargs="?", default="")
     add("--trick_args", "its options, name=value,...", default="")
     add("--flags", "instead of a file: flags of train.py that are the trick", default="", metavar="'--a=1 --b=2'")
@@ -408,17 +397,23 @@ def parse_args():
         default=str(results / "pocket_runs.csv"))
     add("--table", "table of the runs with tricks (default results/try_runs.csv)", default=str(results / "try_runs.csv"))
     add("--scoreboard", "table of verdicts (default results/tricks.csv)", default=str(results / "tricks.csv"))
-    add = command(cmd_baseline, "train the runs without a trick")
+    add = add_command(commands, cmd_baseline, "train the runs without a trick")
     add("--seeds", "a run for each (default 42 43 44)", default=[42, 43, 44], **seeds)
     add("--table", "where they go (default results/baseline_runs.csv)", default=baseline)
-    add = command(cmd_run, "run a list of train.py commands on all cores")
+    add = add_command(commands, cmd_run, "run a list of train.py commands on all cores")
     add("file", "one command a line, as `fit_law.py plan` prints them")
+    for sub in commands.choices.values():
+        sub.add_argument("--jobs", help="runs side by side (default: one per core, or one on a GPU)", type=int)
     args = parser.parse_args()
     args.jobs = default_jobs() if args.jobs is None else args.jobs
     require_at_least(args, jobs=1)
     return args
 
 
+def main():
+    args = parse_args()
+    args.function(args)
+
+
 if __name__ == "__main__":
-    arguments = parse_args()
-    arguments.function(arguments)
+    main()

@@ -154,7 +154,7 @@ def solve_multiplier(difference, slope, bend):
     return 2 * difference / (slope - root)
 
 
-def measure_pairs(slopes, pairs, seed=0):
+def measure_pairs(curve, pairs, seed=0):
     """Difference in nats and log m, (1 + S,) each: the estimate, then every resample."""
     rng = np.random.default_rng(seed)
     change = pairs["val_loss"] - pairs["without"]
@@ -169,16 +169,16 @@ def measure_pairs(slopes, pairs, seed=0):
     estimate = change.mean()
     resampled = estimate + widening * (means - estimate)
     difference = np.concatenate([[estimate], resampled])
-    slope, bend = fit_curves(slopes, pairs, rng)
+    slope, bend = fit_curves(curve, pairs, rng)
     return difference, solve_multiplier(difference, slope, bend)
 
 
 # --- the verdict ---
 
-def judge(base, trick, name, slopes=None):
-    """A dict of what the pairs of a trick say; `decided` is missing where they are too few. slopes: the runs for the
+def judge(base, trick, name, curve=None):
+    """A dict of what the pairs of a trick say; `decided` is missing where they are too few. curve: the runs for the
     baseline's curve, if others."""
-    slopes = slopes or base
+    curve = curve or base
     pairs, n_alone = pair_runs(base, trick, name)
     looped = select(pairs, pairs["n_loop"] > 1)
     plain = select(pairs, pairs["n_loop"] == 1)
@@ -188,7 +188,7 @@ def judge(base, trick, name, slopes=None):
         result[key] = values.tolist()
     if not is_enough(looped):
         return result
-    difference, log_m = measure_pairs(slopes, looped)
+    difference, log_m = measure_pairs(curve, looped)
     add_estimate(result, "nats", difference)
     add_estimate(result, "multiplier", np.exp(log_m))
     if "multiplier" not in result:
@@ -203,8 +203,8 @@ def judge(base, trick, name, slopes=None):
     same_budgets = np.isin(looped["budget"], plain["budget"])
     at_same = select(looped, same_budgets)
     if is_enough(plain) and is_enough(at_same):
-        _, looped_m = measure_pairs(slopes, at_same, seed=1)
-        _, plain_m = measure_pairs(slopes, plain, seed=2)
+        _, looped_m = measure_pairs(curve, at_same, seed=1)
+        _, plain_m = measure_pairs(curve, plain, seed=2)
         add_estimate(result, "plain", np.exp(plain_m))
         add_estimate(result, "share", np.exp(looped_m - plain_m))
     return result
@@ -276,7 +276,7 @@ def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=No
     ends = np.cumsum([len(table["flops"]) for table in tables])
     for table, budget in zip(tables, np.split(names, ends[:-1])):
         table["budget"] = budget
-    base, tricks, slopes = tables
+    base, tricks, curve_runs = tables
     if budgets:
         tricks = at_budgets(tricks, budgets, path)
     noise, spare = seed_noise(base)
@@ -287,7 +287,7 @@ def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=No
         name = str(sweep) or os.path.basename(path)
         if only in (None, name):
             trick = select(tricks, tricks["sweep"] == sweep)
-            results[name] = judge(base, trick, name, slopes)
+            results[name] = judge(base, trick, name, curve_runs)
             print_verdict(name, results[name])
     if only and not results:
         stop(f"{path} has no run of {only}: give the name that its column sweep holds")

@@ -15,6 +15,15 @@ def misused(sentence):
     stop(f"{sentence}; -h lists the flags")
 
 
+def add_command(commands, function, text):
+    """Add the command of a function called cmd_NAME to commands, of parser.add_subparsers. Returns what adds its flags:
+    add(name, help, ...)."""
+    sub = commands.add_parser(function.__name__[4:], help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(function=function)
+    sub.error = misused
+    return lambda name, text, **options: sub.add_argument(name, help=text, **options)
+
+
 def boolean(text):
     """true or false, as every flag of this project spells it; the type of an argparse flag."""
     if text.lower() in ("true", "1", "yes"):

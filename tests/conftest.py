@@ -3,6 +3,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,17 +60,22 @@ def run():
 
 
 @pytest.fixture
-def cli(monkeypatch, capsys):
-    """The command line without a new process: returncode, stdout and stderr of fit_law.py with these arguments."""
-    import fit_law
-
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["fit_law.py", *map(str, flags)])
+def call_main(monkeypatch, capsys):
+    """call_main(script, *flags): returncode, stdout and stderr of the main() of a script, without a new process."""
+    def call(script, *flags):
+        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, flags)])
         code = 0
         try:
-            fit_law.main()
+            script.main()
         except SystemExit as stop:
             code = stop.code
         printed = capsys.readouterr()
         return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
     return call
+
+
+@pytest.fixture
+def cli(call_main):
+    """fit_law.py with these arguments."""
+    import fit_law
+    return partial(call_main, fit_law)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -19,19 +19,9 @@ from lib.tricks import model_class
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """sweep.py with these arguments, without a new process."""
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["sweep.py", *map(str, flags)])
-        code = 0
-        try:
-            args = S.parse_args()
-            args.function(args)
-        except SystemExit as stop:
-            code = stop.code
-        printed = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
-    return call
+def command(call_main):
+    """sweep.py with these arguments."""
+    return partial(call_main, S)
 
 
 def summary_of(folder, val_loss, **changes):
@@ -70,11 +60,11 @@ def test_runs_in_the_table_are_not_run_again_and_finished_ones_are_added(tmp_pat
     planned = S.plan_runs("try", "baseline", seeds=[42])
     asked = []
 
-    def train_half(runs, jobs):
+    def train_half(todo, jobs):
         """Finishes every second run, then fails."""
-        asked.append(len(runs))
-        for flags, _ in runs[::2]:
-            summary_of(S.folder_of(flags), 4.0, flags=flags)
+        asked.append(len(todo))
+        for folder, (flags, _) in list(todo.items())[::2]:
+            summary_of(folder, 4.0, flags=flags)
         raise SystemExit(2)
     monkeypatch.setattr(S, "run_all", train_half)
     for _ in range(4):
@@ -97,9 +87,9 @@ def test_another_trick_of_the_same_name_is_not_taken_as_done(tmp_path, monkeypat
     trick.write_text((ROOT / "tricks" / "pass_vector.py").read_text())
     planned = S.plan_runs("try", "mine", f"--trick={trick}", seeds=[42])
 
-    def train(runs, jobs):
-        for flags, _ in runs:
-            summary_of(S.folder_of(flags), 4.0, flags=flags)
+    def train(todo, jobs):
+        for folder, (flags, _) in todo.items():
+            summary_of(folder, 4.0, flags=flags)
     monkeypatch.setattr(S, "run_all", train)
     S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
     S.complete_table(tmp_path / "runs.csv", planned, jobs=2)       # the same once more is fine
@@ -118,9 +108,8 @@ def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, mon
     table = ROOT / "results" / "baseline_runs.csv"
     losses = {row["run"]: row for row in csv.DictReader(table.open())}
 
-    def train(runs, jobs):
-        for flags, _ in runs:
-            folder = S.folder_of(flags)
+    def train(todo, jobs):
+        for folder in todo:
             row = dict(losses[folder.name], trick="gate")
             del row["sweep"], row["recipe"]
             gain = 0.05 if int(row["n_loop"]) > 1 else 0.02
