@@ -187,6 +187,21 @@ def test_share_of_the_loop():
         assert low < share < high and result["share"] == pytest.approx(share, abs=0.2)
 
 
+def test_the_baseline_against_itself():
+    """A seed of the baseline taken for a trick and paired with another: what results/tricks.md prints of it."""
+    base, curve = S.load_runs(F.ROOT / "results" / "baseline_runs.csv"), joined(tables()[0])
+    base = joined(base)
+    page = (F.ROOT / "results" / "tricks.md").read_text(encoding="utf-8")
+    for first, second in ((42, 43), (42, 44), (43, 44)):
+        without = S.select(base, base["seed"] == first)
+        other = S.select(base, base["seed"] == second)
+        result = V.judge(without, other | {"seed": without["seed"]}, "nothing", curve)
+        low, high = result["multiplier_ci"]
+        assert f"| seed {second} against {first} | {result['multiplier']:.2f} [{low:.2f}, {high:.2f}]" in page
+    noise, spare = V.seed_noise(base)
+    assert f"differs by {noise:.3f} nats (sd, {spare} degrees" in page
+
+
 @pytest.mark.study
 def test_coverage_and_power_study():
     print("\nnoise 0.018 nats, 300 sweeps a line: grid, true multiplier, scatter of cells in nats, pairs, covered, "
