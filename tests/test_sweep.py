@@ -192,6 +192,17 @@ def test_runs_of_one_shape_in_one_process_equal_single_runs(tiny, tmp_path, run)
 
 
 @pytest.mark.slow
+def test_a_compiled_run_resumes_as_if_unbroken(tiny, tmp_path, run):
+    same = ["--compile=true", "--schedule=constant", "--seed=3"]
+    for flags in (tiny(*same, out="whole"), tiny(*same, "--max_steps=10", out="parts"),
+                  tiny(*same, "--resume=true", out="parts")):
+        done = run("train.py", *flags)
+        assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    whole, parts = (torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(parts[name], matrix) for name, matrix in whole.items())
+
+
+@pytest.mark.slow
 def test_a_failing_run_ends_the_sweep_with_its_last_words(tiny, tmp_path, run):
     bad = tiny("--learning_rate=1e6", "--grad_clip=0", "--seed=1", out="bad")
     good = tiny("--seed=2", out="good")
