@@ -38,7 +38,7 @@ from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import load_checkpoint, save_checkpoint
 from lib.console import duration, progress, stop
 from lib.files import read_json, write_atomic
-from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, check_same_run, config_of, flops_of, parse, steps_of
+from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, check_same_run, config_of, flops_of, flops_with, parse, steps_of
 from lib.init_from import describe_source, start_from
 from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
 from lib.optim import lr_at, make_optimizers
@@ -93,7 +93,8 @@ class Plan:
     """How long a run is."""
     steps: int                                   # optimizer steps in all
     tokens_per_step: int
-    flops_per_step: float                        # mean, where the number of passes changes from step to step
+    flops_per_step: float                        # mean, where the number of passes changes from step to step; with
+                                                 # --raise_passes the most that a step takes
 
 
 def plan_steps(args, cfg):
@@ -109,11 +110,14 @@ def loops_at(seed, step, n_loop):
     return 1 + int(np.random.default_rng((seed, block, 2)).permutation(2 * n_loop - 1)[i])
 
 
-def settings_at(step, args, model, max_steps):
-    """How a step runs the model: arguments of LoopedLM.forward. A trick's schedule may change n_loop and bptt."""
+def settings_at(step, args, model, max_steps, hops):
+    """How a step runs the model: arguments of LoopedLM.forward. A trick's schedule may change n_loop and bptt. hops: the
+    most that the step asks for, of the task hops."""
     n_loop = model.cfg.n_loop
     if args.sample_loops:
         n_loop = loops_at(args.seed, step, n_loop)
+    if args.raise_passes:
+        n_loop = min(hops, n_loop)
     settings = dict(n_loop=n_loop, loss=args.loss, norm_penalty=args.norm_penalty, bptt=args.bptt)
     return {**settings, **model.schedule(model.cfg, step, max_steps)}
 
@@ -246,8 +250,7 @@ class Log:
         """numbers: those of this step, val: the last evaluation, if any; evaluated: was it in this step?"""
         plan, steps_per_s = self.plan, self.steps / self.seconds
         speed = plan.tokens_per_step * steps_per_s
-        row = dict(numbers, step=step, tokens=step * plan.tokens_per_step, flops=step * plan.flops_per_step,
-                   tok_per_s=round(speed))
+        row = dict(numbers, step=step, tokens=step * plan.tokens_per_step, tok_per_s=round(speed))
         self.write([{**row, **val_columns(val)} if evaluated else row])
         eta = (time.time() - self.started_at) / (step - self.first_step) * (plan.steps - step)
         mfu = 100 * plan.flops_per_step * steps_per_s / self.peak if self.peak else 0
@@ -312,7 +315,7 @@ def describe_run(args, model, plan, epoch_tokens):
           f"{plan.flops_per_step / plan.tokens_per_step / 1e6:.1f} MFLOPs/token"
           + (f"; {args.trick}" if args.trick else ""))
     print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({epochs:.2f} epochs), "
-          f"{plan.steps * plan.flops_per_step:.2e} FLOPs")
+          f"{'at most ' if args.raise_passes else ''}{plan.steps * plan.flops_per_step:.2e} FLOPs")
 
 
 def sample_text(args, model, encoding):
@@ -336,7 +339,7 @@ def sample_answers(model, encoding, folder, meta):
     return f"{encoding.decode(example[0].tolist())}\n{n_right} of {meta['queries']} right\n"
 
 
-def finish(args, model, sample, val, plan, wall_s):
+def finish(args, model, sample, val, plan, spent):
     """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
     out, cfg, tokens = Path(args.out_dir), model.cfg, plan.steps * plan.tokens_per_step
     write_atomic(out / "sample.txt", sample.encode())
@@ -346,9 +349,9 @@ def finish(args, model, sample, val, plan, wall_s):
                    trick=f"{Path(args.trick).stem} {args.trick_args}".strip(),     # with other options another trick
                    n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
                    n_total=sum(model.param_counts(cfg).values()), tokens=tokens,
-                   flops=plan.steps * plan.flops_per_step, val_loss=val["loss"],
-                   val_bpb=val["bpb"], wall_s=round(wall_s, 1), tok_per_s=round(tokens / wall_s, 1), val_ce=val["ce"],
-                   val_norm=val["norm"])
+                   flops=spent["flops"], val_loss=val["loss"], val_bpb=val["bpb"],
+                   wall_s=round(spent["wall_s"], 1), tok_per_s=round(tokens / spent["wall_s"], 1),
+                   val_ce=val["ce"], val_norm=val["norm"])
     if "accuracy" in val:
         summary["val_acc"] = val["accuracy"]
     plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
@@ -356,7 +359,7 @@ def finish(args, model, sample, val, plan, wall_s):
     write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
     score = describe_score(val) if "accuracy" in val else f"{val['bpb']:.4f} bits/byte"
     print(f"\n{sample[:400]}\n\nval {val['loss']:.4f} nats/token, {score}; "
-          f"{tokens / 1e6:.2f}M tokens in {duration(wall_s)}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
+          f"{tokens / 1e6:.2f}M tokens in {duration(spent['wall_s'])}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
 
 
 def stop_diverged(what, step, ckpt_path):
@@ -390,13 +393,14 @@ def start_process(args, explicit, world):
 
 
 def restore(state, model, optimizers, plan, ckpt_path):
-    """Put the state of a checkpoint back into model and optimizers; returns its step and the seconds spent so far."""
+    """Put the state of a checkpoint back into model and optimizers; returns its step, and the seconds and FLOPs spent so
+    far."""
     if state["step"] > plan.steps:
         stop(f"{ckpt_path} is at step {state['step']}, past the {plan.steps} steps asked for: give a longer horizon")
     model.load_state_dict(state["model"])
     for optimizer, its_state in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(its_state)
-    return state["step"], state["wall_s"]
+    return state["step"], state["wall_s"], state.get("flops", state["step"] * plan.flops_per_step)
 
 
 def train(args, explicit):
@@ -431,10 +435,11 @@ def train(args, explicit):
         source = start_from(model, args, meta)
     optimizers = make_optimizers(model, args)
     plan = plan_steps(args, cfg)
-    step, wall_s = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0)
+    step, wall_s, flops = restore(state, model, optimizers, plan, ckpt_path) if state else (0, 0.0, 0.0)
     curriculum = Curriculum(**state.get("curriculum", {})) if state else Curriculum()
     if args.compile if args.compile is not None else device.startswith("cuda"):
-        try_compile(model, autocast, settings_at(step, args, model, plan.steps), args.batch_size // world)
+        settings = settings_at(step, args, model, plan.steps, curriculum.hops)
+        try_compile(model, autocast, settings, args.batch_size // world)
     ddp = DistributedDataParallel(model) if world > 1 else model
 
     # 4. The run folder: what is known before the first step.
@@ -458,7 +463,7 @@ def train(args, explicit):
             stop_diverged("a weight", step, ckpt_path)
         if master:
             save_checkpoint(ckpt_path, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
-                            step=step, wall_s=wall_s, curriculum=asdict(curriculum), **identity)
+                            step=step, wall_s=wall_s, flops=flops, curriculum=asdict(curriculum), **identity)
 
     def validate():                              # eager on a CPU, where a graph for it would take longer to compile
         stance = "force_eager" if device == "cpu" else "default"
@@ -484,7 +489,7 @@ def train(args, explicit):
 
         # 5.2 forward and backward, one micro-batch after the other; every process takes its share of each
         batch = sequences_at(args, meta, step, curriculum)
-        settings = settings_at(step, args, model, plan.steps)
+        settings = settings_at(step, args, model, plan.steps, curriculum.hops)
         loss, router, load = torch.zeros((), device=device), torch.zeros(2, device=device), 0
         for micro in range(args.grad_accum):
             share = batch[micro * args.batch_size:(micro + 1) * args.batch_size][rank::world]
@@ -523,6 +528,7 @@ def train(args, explicit):
         if args.raise_hops:
             curriculum.update(train_loss, args.raise_hops, meta["hops"])
         step += 1
+        flops += flops_with(settings, args, cfg) * plan.tokens_per_step
         seconds = time.perf_counter() - tick
         wall_s += seconds
 
@@ -538,7 +544,7 @@ def train(args, explicit):
         if master:
             log.steps, log.seconds = log.steps + 1, log.seconds + seconds
             if evaluates or step % args.log_interval == 0:
-                numbers = dict(train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z,
+                numbers = dict(flops=flops, train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z,
                                hops=curriculum.hops if args.raise_hops else meta.get("hops"))
                 log.add_row(step, numbers, val, evaluates)
         if evaluates or stopping:
@@ -559,7 +565,7 @@ def train(args, explicit):
         model.compile_nothing()
         is_text = not is_task(meta)
         sample = sample_text(args, model, encoding) if is_text else sample_answers(model, encoding, folder, meta)
-        finish(args, model, sample, val, plan, wall_s)
+        finish(args, model, sample, val, plan, dict(wall_s=wall_s, flops=flops))
     if world > 1:
         dist.barrier()                           # nobody leaves while another still needs the group
 

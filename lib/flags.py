@@ -46,7 +46,8 @@ FLAGS = {
         ("trick", str, "", "file with a subclass of LoopedLM that changes the loop, such as tricks/gate.py"),
         ("trick_args", str, "", "its options, joined by commas: n_lanes=4,rank=1")],
     "task hops (data/hops.py)": [
-        ("raise_hops", float, 0.0, "begin with 1 hop, one more when the training loss is below this; 0: all at once")],
+        ("raise_hops", float, 0.0, "begin with 1 hop, one more when the training loss is below this; 0: all at once"),
+        ("raise_passes", boolean, False, "with --raise_hops: as many passes as hops are asked for, up to n_loop")],
     "loss": [
         ("loss", str, "terminal", "terminal: cross-entropy after the last pass | per_loop: mean over all passes"),
         ("norm_penalty", float, 0.0, "lambda: adds lambda * mean square of the loop states"),
@@ -100,8 +101,9 @@ LOOPED_MOE = dict(n_embd=704, block_size=1024, n_prelude=0, n_coda=0, inject="no
 READOUT = dict(block_size=256, n_prelude=0, n_coda=0, n_loop=4, inject="none", loop_norm=False, loss="per_loop",
                data="wikitext103-20000", optimizer="adamw", learning_rate=3e-4, embed_lr=1, weight_decay=0.01,
                beta2=0.999, schedule="constant", warmup_steps=0, eval_interval=2000, eval_tokens=2 ** 18)
-HOPS = dict(n_embd=64, head_dim=16, block_size=32, n_loop=8, inject="none", loop_norm=False, data="hops",
-            raise_hops=0.1, batch_size=64, schedule="constant", max_steps=1500, eval_tokens=16384)
+HOPS = dict(n_embd=64, head_dim=64, block_size=32, n_prelude=0, n_recur=2, n_coda=0, n_loop=6, inject="none",
+            loop_norm=False, data="hops", raise_hops=0.1, raise_passes=True, batch_size=64, schedule="wsd",
+            max_steps=1200, eval_tokens=16384)
 PRESETS = {
     "pocket": dict(max_steps=600),
     "hops": HOPS,
@@ -172,6 +174,8 @@ def complete(line):
     trick = model_class(a["trick"], a["trick_args"])
     if a["sample_loops"] and trick.schedule.__func__ is not LoopedLM.schedule.__func__:
         stop(f"--sample_loops: the schedule of {a['trick']} sets the passes of a step, too; drop the flag")
+    if a["raise_passes"] and a["n_loop"] > 1:
+        check_raise_passes(a, trick)
     for name, value in trick.requires.items():
         if name not in DEFAULTS:
             stop(f"--trick={a['trick']}: requires {name}, which is no flag of train.py")
@@ -203,6 +207,17 @@ def complete(line):
     return argparse.Namespace(**a)
 
 
+def check_raise_passes(a, trick):
+    """Refuse the flags that set the passes of a step as well, or that count on them. a: all flags by name."""
+    if not a["raise_hops"]:
+        stop("--raise_passes goes by the hops of --raise_hops: give that as well, or --raise_passes=false")
+    if a["sample_loops"] or trick.schedule.__func__ is not LoopedLM.schedule.__func__:
+        other = "--sample_loops" if a["sample_loops"] else f"the schedule of {a['trick']}"
+        stop(f"--raise_passes: {other} sets the passes of a step, too; give --raise_passes=false")
+    if a["max_flops"]:
+        stop("--max_flops: with --raise_passes the FLOPs of a step follow from what the model learns; give --max_steps")
+
+
 def config_of(args, vocab_size):
     try:
         return Config(**{f.name: getattr(args, f.name) for f in fields(Config) if f.name != "vocab_size"},
@@ -230,12 +245,15 @@ def flops_of(args, cfg, n_steps=100):
         settings = [{"n_loop": r} for r in range(1, 2 * cfg.n_loop)]
     else:
         settings = [trick.schedule(cfg, step, n_steps) for step in range(n_steps)]
-    total = 0
-    for setting in settings:
-        r = setting.get("n_loop", cfg.n_loop)
-        readouts = r if args.loss == "per_loop" else 1
-        total += trick.flops_per_token(cfg, r, bptt=setting.get("bptt", args.bptt), readouts=readouts)
-    return total / len(settings)
+    return sum(flops_with(setting, args, cfg) for setting in settings) / len(settings)
+
+
+def flops_with(settings, args, cfg):
+    """Training FLOPs per token of a step. settings: its n_loop and bptt, where they are not those of the run."""
+    trick = model_class(args.trick, args.trick_args)
+    r = settings.get("n_loop", cfg.n_loop)
+    readouts = r if args.loss == "per_loop" else 1
+    return trick.flops_per_token(cfg, r, bptt=settings.get("bptt", args.bptt), readouts=readouts)
 
 
 def check_same_run(explicit, saved, data_sha256, where, resume):

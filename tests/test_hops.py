@@ -19,6 +19,7 @@ from data import hops as H
 from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, main as prepare_main, prepare_hops, token_bytes
 from lib.checkpoint import load_model
+from model import LoopedLM
 from test_train import equal, interrupt_at, losses, rows, stops, weights
 
 
@@ -34,7 +35,8 @@ def flags(task, tmp_path):
     """Command-line flags of a model that trains in a second."""
     def call(*more, out="run"):
         return ["--preset=hops", f"--data={task[0]}", f"--out_dir={tmp_path / out}", "--n_embd=32", "--n_prelude=0",
-                "--n_recur=2", "--n_coda=0", "--n_loop=4", "--raise_hops=0", "--batch_size=8", "--max_steps=12",
+                "--n_recur=2", "--n_coda=0", "--n_loop=4", "--raise_hops=0", "--raise_passes=false",
+                "--batch_size=8", "--max_steps=12",
                 "--eval_tokens=1024", "--eval_interval=6", "--log_interval=1", "--dtype=float32", "--device=cpu",
                 "--threads=1", *more]
     return call
@@ -250,13 +252,32 @@ def test_the_curriculum_asks_for_more_when_the_last_is_learned():
     assert sorted(curriculum.numbers()) == [1, 2, 3, 3, 3]     # half ask for the newest
 
 
-@pytest.mark.parametrize("step, hops", [(6, 1), (9, 3)])
+def test_passes_rise_with_the_hops_and_their_flops_are_charged(flags, tmp_path, monkeypatch):
+    seen, forward = [], LoopedLM.forward
+
+    def watching(self, *a, **kw):
+        if self.training:
+            seen.append(kw["n_loop"])
+        return forward(self, *a, **kw)
+    monkeypatch.setattr(LoopedLM, "forward", watching)
+    line = flags("--raise_hops=4.4", "--raise_passes", "--n_loop=3")
+    train(line)
+    assert seen[0] == 1 and seen[-1] == 3                      # four hops, but the loop has three passes
+    table = rows(tmp_path / "run")                             # "hops" of a row: those of the step after it
+    assert seen[1:] == [min(int(row["hops"]), 3) for row in table[:-1]]
+    cfg = T.config_of(T.parse(line)[0], 89)
+    spent = np.cumsum([8 * 32 * LoopedLM.flops_per_token(cfg, r) for r in seen])
+    assert [float(row["flops"]) for row in table] == pytest.approx(spent)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["flops"] == pytest.approx(spent[-1])
+
+
+@pytest.mark.parametrize("step, hops", [(6, 1), (10, 3)])
 def test_resumed_run_equals_unbroken_one_bit_for_bit(flags, tmp_path, monkeypatch, step, hops):
     """What is asked next depends on the losses so far: broken off while their mean falls, and between two hops."""
-    line = ("--raise_hops=4.4", "--grad_accum=2")
+    line = ("--raise_hops=4.4", "--raise_passes", "--grad_accum=2")
     train(flags(*line, out="straight"))
     asked = [int(row["hops"]) for row in rows(tmp_path / "straight")]
-    assert asked[:7] == [1] * 7 and asked[7:] == [2, 3, 4, 4, 4]
+    assert asked[:8] == [1] * 8 and asked[8:] == [2, 3, 4, 4]
     original, calls = T.inputs_and_targets, []
 
     def reading(*a):
@@ -274,7 +295,8 @@ def test_resumed_run_equals_unbroken_one_bit_for_bit(flags, tmp_path, monkeypatc
     train(flags(*line, out="broken"))
     assert equal(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
     assert losses(tmp_path / "straight") == losses(tmp_path / "broken")
-    assert asked == [int(row["hops"]) for row in rows(tmp_path / "broken")]
+    for column in ("hops", "flops"):
+        assert [row[column] for row in rows(tmp_path / "straight")] == [row[column] for row in rows(tmp_path / "broken")]
 
 
 @pytest.mark.slow
@@ -300,6 +322,11 @@ def test_the_rest_of_a_run_works_as_it_does_on_text(flags, tmp_path, more):
 def test_refusals(flags, tiny, tmp_path, capsys):
     assert "--block_size=32" in stops(flags("--block_size=64"), capsys)
     assert "--data=hops" in stops(tiny("--raise_hops=0.1"), capsys)
+    for more, says in (([], "--raise_hops"), (["--raise_hops=1", "--sample_loops"], "--sample_loops"),
+                       (["--raise_hops=1", "--trick=tricks/growing_r.py"], "growing_r"),
+                       (["--raise_hops=1", "--max_flops=1e9"], "--max_steps")):
+        line = [f for f in flags() if not f.startswith("--max_steps")]
+        assert says in stops([*line, "--raise_passes", *more], capsys)
     for line, says in ((["--hops=17"], "1 to 16"), (["--symbols=4"], "5 to 16"), (["--queries=9"], "1 to 8")):
         with pytest.raises(SystemExit) as e:
             prepare_main(["--dataset=hops", f"--out_dir={tmp_path / 'x'}", *line])

@@ -686,8 +686,8 @@ EFFECT = {  # flag: a value that must change the weights, the losses or what is 
     "peak_tflops": "1e-6", "trick": "tricks/gate.py", "trick_args": "n_lanes=3 --trick=tricks/hyperconnections.py"}
 MORE = [("inject", "add"), ("readout", "final --loss=per_loop --loop_norm=false"),
         ("schedule", "wsd"), ("trick", "tricks/hyperconnections.py")]
-ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile", "raise_hops",   # the tests above are
-             "init_from", "tie"}                           # theirs, and test_init_from.py and test_hops.py
+ELSEWHERE = {"preset", "out_dir", "data", "vocab_size", "resume", "device", "compile",   # the tests above are theirs, and
+             "raise_hops", "raise_passes", "init_from", "tie"}               # test_hops.py and test_init_from.py
 
 
 def outcome(flags, folder, capsys):
