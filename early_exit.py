@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from data.load import even_starts, is_task, read_windows
 from data.prepare import load_tokenizer, token_bytes
 from draft import check_drafting
-from exit_cost import Costs, costs, exit_chance, neighbours, saved, savings_by_depth
+from exit_cost import Costs, calibrate, costs, exit_chance, first_below, neighbours, saved, savings_by_depth
 from exit_speed import study_drafts, time_drafts, time_prompts, time_schedules
 from exits import CRITERIA, begin, doubt, exit_at, exit_below, jsd, n_stages, read, score_at_once, score_by_step
 from lib.checkpoint import data_of, load_model, run_folder
@@ -111,29 +111,6 @@ def score_exit_points(model, batches, label="", layers=True):
     if layers:
         scores["layers"] = (sum(sums) / sum(len(x) for x, _ in batches)).tolist()
     return scores
-
-
-def first_below(score, tau):
-    """Exit depth (N,), 1 .. S, of scores (S - 1, N): the first below tau, else S."""
-    depth = torch.full(score.shape[1:], len(score) + 1)
-    for s in reversed(range(len(score))):
-        depth = torch.where(score[s] < tau, s + 1, depth)
-    return depth
-
-
-def calibrate(score, target, saving):
-    """The tau at which saving(depth) reaches the target, by bisection; None where none does."""
-    finite = score[score.isfinite()]
-    low, high = 0.0, 0.0
-    if len(finite):                              # of two passes, kl has no score at all
-        high = finite.max().item() * 1.001 + 1e-9
-    if saving(first_below(score, high)) < target:
-        return None
-    for _ in range(50):
-        middle = (low + high) / 2
-        reached = saving(first_below(score, middle)) >= target
-        low, high = (low, middle) if reached else (middle, high)
-    return high
 
 
 # --- the study ---

@@ -1,5 +1,6 @@
 """
-What exits save: FLOPs per token, three ways to count them, and the baselines that cost as much.
+What exits save: FLOPs per token, three ways to count them, the threshold that saves so much, and the baselines that cost
+as much.
 """
 from dataclasses import dataclass
 
@@ -68,3 +69,26 @@ def exit_chance(c, depth, saving, way, kv):
     if at_chance_1 <= 0:
         return 0.0
     return max(0.0, min(1.0, saving[way] / at_chance_1))
+
+
+def first_below(score, tau):
+    """Exit depth (N,), 1 .. S, of scores (S - 1, N): the first below tau, else S."""
+    depth = torch.full(score.shape[1:], len(score) + 1)
+    for s in reversed(range(len(score))):
+        depth = torch.where(score[s] < tau, s + 1, depth)
+    return depth
+
+
+def calibrate(score, target, saving):
+    """The tau at which saving(depth) reaches the target, by bisection; None where none does."""
+    finite = score[score.isfinite()]
+    low, high = 0.0, 0.0
+    if len(finite):                              # of two passes, kl has no score at all
+        high = finite.max().item() * 1.001 + 1e-9
+    if saving(first_below(score, high)) < target:
+        return None
+    for _ in range(50):
+        middle = (low + high) / 2
+        reached = saving(first_below(score, middle)) >= target
+        low, high = (low, middle) if reached else (middle, high)
+    return high

@@ -301,9 +301,16 @@ class Merged:
 
 @torch.inference_mode()
 def score_at_once(model, x, y, rule, kv="reuse"):
-    """What score_by_step gives, stage by stage over whole windows, several times as fast: for a model without a coda,
-    or a rule that looks at no readout. It is exact because the keys that stage s of a token sees depend on earlier
-    tokens' stages up to s only. A coda's readout sees the state with which each of them exits, later in this order."""
+    """What score_by_step gives, stage by stage over whole windows, several times as fast."""
+    logits, depth = run_at_once(model, x, rule, kv)
+    return F.cross_entropy(logits.float().transpose(1, 2), y, reduction="none"), depth
+
+
+@torch.inference_mode()
+def run_at_once(model, x, rule, kv="reuse"):
+    """Logits (B, T, V) and depths (B, T) of windows x (B, T), as step gives them: for a model without a coda, or a rule
+    that looks at no readout. It is exact because the keys that stage s of a token sees depend on earlier tokens' stages
+    up to s only. A coda's readout sees the state with which each of them exits, later in this order."""
     cfg, S, cache = model.cfg, n_stages(model.cfg), Merged()
     whole = model.context(x, cfg.n_loop, None)
     context = whole._replace(cache=cache)
@@ -326,7 +333,7 @@ def score_at_once(model, x, y, rule, kv="reuse"):
     logits = read(model, S - 1, at.state, whole)
     if cfg.readout == "final":                   # an exit before the last is read without the norm
         logits, = choose(depth == S, [logits], [read(model, 0, at.state, whole)])
-    return F.cross_entropy(logits.float().transpose(1, 2), y, reduction="none"), depth
+    return logits, depth
 
 
 def freeze(model, s, at, context, kv, just_left):

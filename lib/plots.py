@@ -406,6 +406,80 @@ def draw_learning(axis, evaluations, shades):
         axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
 
 
+def plot_hops_exits(points, by_depth, tokens, meta, path):
+    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}, by_depth (runs, passes): right answers
+    after as many passes for everybody; tokens: the texts of an example."""
+    fig, (cost_axis, hops_axis, text_axis) = pyplot().subplots(1, 3, figsize=(17, 4.8))
+    savings = {}
+    for (rule, aim), same in points.items():
+        saving = np.mean(values(same, "saved"))
+        lost = 100 * np.mean(values(same, "full") - values(same, "accuracy"))
+        random = 100 * np.mean(values(same, "full") - values(same, "random"))
+        fixed = 100 * np.mean(values(same, "full") - values(same, "fixed"))
+        savings.setdefault(rule, []).append((saving, lost, random, fixed))
+    for i, (rule, rows) in enumerate(savings.items()):
+        saving, lost, random, fixed = np.array(rows).T
+        if rule == "oracle":
+            cost_axis.plot(saving, lost, "*", color="C3", ms=12, label="who knows the hops")
+            continue
+        cost_axis.plot(saving, lost, "o-", color=f"C{i}", label=rule)
+        if rule == "change":
+            cost_axis.plot(saving, fixed, ":", color="0.4", label="fixed depth, same cost")
+            cost_axis.plot(saving, random, "--", color="0.4", label="random exits, same cost")
+    finish(cost_axis, "what exits cost", "FLOPs of the answers saved, tests charged", "right answers lost, of 100")
+    cost_axis.xaxis.set_major_formatter("{x:.0%}")
+    hops = range(1, meta["hops"] + 1)
+    for i, rule in enumerate(savings):
+        same = points.get((rule, 0.3), [])
+        if same:
+            hops_axis.plot(hops, np.mean([run["passes"] for run in same], axis=0), "o-", color=f"C{i}", label=rule)
+    hops_axis.plot(hops, hops, color="C3", lw=1, label="as many as hops")
+    finish(hops_axis, "passes used, where 30% is saved", "hops asked for", "passes")
+    draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, len(by_depth[0]))
+    save(fig, path)
+
+
+def draw_example(axis, tokens, same, meta, n_passes):
+    """The queries of an example, a line each, with the passes that the answer took as its shade."""
+    N, Q = meta["symbols"], meta["queries"]
+    axis.axis("off")
+    axis.text(0, 1, "".join(tokens[:N]), family="monospace", fontsize=10, va="top", transform=axis.transAxes)
+    if not same:
+        return
+    shades = pyplot().cm.YlOrRd(np.linspace(0.1, 0.8, n_passes))
+    for q in range(Q):
+        hop, start, answer = tokens[N + 3 * q:N + 3 * q + 3]
+        k = same[0]["first"][N + 3 * q + 1]
+        y = 0.88 - 0.85 * q / Q
+        axis.text(0.05, y, f"{hop.strip()} {start}", family="monospace", fontsize=11, va="top", transform=axis.transAxes)
+        axis.text(0.42, y, f" {answer} ", family="monospace", fontsize=11, va="top", transform=axis.transAxes,
+                  bbox={"facecolor": shades[k - 1], "edgecolor": "none", "pad": 3})
+        word = "pass" if k == 1 else "passes"
+        axis.text(0.52, y, f"after {k} {word}", fontsize=10, va="top", transform=axis.transAxes)
+    axis.set_title("an example, change at 30%")
+
+
+def plot_starts(rows, path):
+    """rows: what start_study.py shows, a dict for each way to start."""
+    fig, axis = pyplot().subplots(figsize=(8, 5))
+    for r, colour in ((2, "C0"), (4, "C1")):
+        tied = [row for row in rows if row["source"] == "plain" and row["r"] == r and row["how"] == "mean"]
+        axis.errorbar(100 * values(tied, "share"), values(tied, "mean"), values(tied, "half"), marker="o", color=colour,
+                      label=f"plain, then tied into {r} passes")
+    others = {("plain", 1): ("C2", "plain, trained on"), ("loop", 1): ("C3", "2 passes, then untied"),
+              ("loop", 2): ("C4", "2 passes, trained on")}
+    for i, (key, (colour, label)) in enumerate(others.items()):
+        for row in rows:
+            if (row["source"], row["r"]) == key:
+                x = 100 * row["share"] + 2 * (i + 1)       # side by side
+                axis.errorbar(x, row["mean"], row["half"], fmt="s", color=colour, label=label)
+    axis.axhline(0, **GREY)
+    axis.set_xticks([25, 50, 75])
+    finish(axis, "Starting from a model one has, against training from scratch",
+           "share of the training FLOPs spent on it, %", "loss more than from scratch, nats per token")
+    save(fig, path)
+
+
 def plot_tasks(columns, axes, unit, path):
     """Axis scores against validation loss and, where a checkpoint ran at several depths, against passes."""
     text = {"loss": "nats per token", "bpb": "bits per byte"}[unit]

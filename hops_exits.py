@@ -1,0 +1,209 @@
+"""
+Early exits where it is known how many passes a token needs: of the task hops (data/hops.py) a query for one hop should
+leave after one pass, one for six hops after six.
+
+    python train.py --preset=hops --seed=1 --out_dir=out/hops/looped-s1
+    python hops_exits.py --ckpt out/hops/looped-s*       # tables; exits.png and exits.csv in out/hops-exits
+
+Only tokens that answer may leave: nothing is read from the others, so they run all passes, and what is saved is a share
+of the FLOPs of the tokens that answer, with every test charged (exit_cost.py). tau is chosen on maps of val, everything
+else is measured on maps of test, and later tokens find the keys of the last pass that ran. Beside the criteria stand
+three rules that need no test: a fixed depth and random exits of the same cost, and the oracle, which knows that p hops
+take p passes. Means over the runs, with 95% t intervals.
+
+Shapes: B examples, T tokens, S = n_loop passes, n answers of all examples.
+"""
+import argparse
+import csv
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.hops import draw_examples, hops_of, inputs_and_targets
+from data.load import is_task
+from data.prepare import load_tokenizer
+from exit_cost import Costs, calibrate, costs, exit_chance, neighbours, saved, savings_by_depth
+from exits import CRITERIA, Rule, advance, begin, doubt, exit_at, exit_below, read, run_at_once
+from lib.checkpoint import data_of, load_model, run_folder
+from lib.console import misused, progress, require_at_least, stop
+from lib.files import check_writable
+from lib.machine import pick_device
+from lib.plots import plot_hops_exits
+from lib.stats import mean_interval
+
+SAVED = (0.1, 0.2, 0.3, 0.4, 0.5)                # of the FLOPs of the tokens that answer, all tests charged
+AIM = 0.3                                        # the saving at which passes are counted by hops, and an example drawn
+
+
+def only_answers(rule, N):
+    """The rule for the tokens that answer, of a map of N symbols; all others stay."""
+    def leave(s, rows, position, at, before):
+        place = position - N                     # 0, 1, 2 from a token of hops on: 1 is the start, whose next is asked
+        return rule.leave(s, rows, position, at, before) & (place >= 0) & (place % 3 == 1)
+    return Rule(rule.reads, leave)
+
+
+@torch.no_grad()
+def score_answers(model, x, y):
+    """Right answers (S, n) after each pass of all tokens, and each criterion's doubt (S - 1, n) after all but the last.
+    x, y (B, T) as data.hops.inputs_and_targets gives them."""
+    S, asked = model.cfg.n_loop, y >= 0
+    context = model.context(x, S, None)
+    at = begin(model, x, context)
+    right, doubts = [], {name: [] for name in CRITERIA}
+    for s in range(S):
+        before, at = at, advance(model, s, at, context)
+        at.logits = read(model, s, at.state, context)
+        right.append(at.logits.argmax(-1)[asked] == y[asked])
+        for name in CRITERIA if s < S - 1 else ():
+            value = doubt(name, at.logits, before.logits, at.state, before.state)
+            doubts[name].append(value[asked])
+    return torch.stack(right).cpu(), {name: torch.stack(values).cpu() for name, values in doubts.items()}
+
+
+def answer(model, x, y, rule, N):
+    """Right answers (n,) and passes (B, T) if tokens that answer leave by the rule."""
+    logits, depth = run_at_once(model, x, only_answers(rule, N), "reuse")
+    asked = y >= 0
+    return (logits.argmax(-1)[asked] == y[asked]).cpu(), depth
+
+
+@dataclass
+class Test:
+    """Examples of test, and what all rules measured on them share."""
+    x: torch.Tensor                              # (B, T)
+    y: torch.Tensor                              # (B, T), IGNORED where nothing is asked
+    hops: torch.Tensor                           # (B, T), asked for there
+    by_depth: torch.Tensor                       # (S,) share of right answers after each pass
+    costs: Costs
+
+
+def draw_test(model, meta, n, split):
+    """n examples of a split, x and y (n, T)."""
+    rng = np.random.default_rng((0, split == "test"))
+    examples = draw_examples(rng, n, meta, split, range(1, meta["hops"] + 1))
+    return [part.to(model.table.device) for part in inputs_and_targets(examples, meta)]
+
+
+def measure_rule(model, test, rule, tests, meta):
+    """What a rule of exit saves and gets right, and what rules without a test get right at that cost. tests: does the
+    rule pay for readouts?"""
+    asked, c, S = test.y >= 0, test.costs, model.cfg.n_loop
+    right, passes = answer(model, test.x, test.y, rule, meta["symbols"])
+    depth = passes[asked].cpu()
+    saving = saved(c, depth, tests)
+    d, share = neighbours(savings_by_depth(c, "charged"), saving["charged"])
+    fixed = share * test.by_depth[d - 1] + (1 - share) * test.by_depth[d]
+    chance = exit_chance(c, depth, saving, "charged", "reuse")
+    of_depth = torch.bincount(depth - 1, minlength=S) / len(depth)                 # share of the answers (S,)
+    random = chance * (of_depth * test.by_depth).sum() + (1 - chance) * test.by_depth[-1]
+    p = test.hops[asked].cpu()
+    by_hops = [depth[p == q].double().mean().item() for q in range(1, meta["hops"] + 1)]
+    return {"saved": saving["charged"], "full": test.by_depth[-1].item(), "accuracy": right.double().mean().item(),
+            "fixed": fixed.item(), "random": random.item(), "passes": by_hops, "first": passes[0].tolist()}
+
+
+def measure_run(model, meta, n):
+    """({(criterion, aim): what measure_rule says}, right answers (S,) after each pass, the tokens (T,) of the first
+    example), on n examples of val and n of test. An aim is left out where even one pass for everybody saves less."""
+    _, doubts = score_answers(model, *draw_test(model, meta, n, "val"))
+    x, y = draw_test(model, meta, n, "test")
+    right, _ = score_answers(model, x, y)
+    hops = hops_of(x.roll(1, dims=1), meta["symbols"])                             # an answer's: two tokens before it
+    test = Test(x, y, hops, right.double().mean(1), costs(model))
+    points = {}
+    for criterion, tests in CRITERIA.items():
+        for aim in SAVED:
+            tau = calibrate(doubts[criterion], aim, lambda depth: saved(test.costs, depth, tests)["charged"])
+            if tau is not None:
+                points[criterion, aim] = measure_rule(model, test, exit_below(criterion, tau), tests, meta)
+    knows = exit_at(hops.clamp(1, model.cfg.n_loop))
+    points["oracle", None] = measure_rule(model, test, knows, False, meta)
+    return points, test.by_depth.tolist(), x[0].tolist()
+
+
+def in_all(runs):
+    """{(criterion, aim): [that point of each run]}, those that all runs have. runs: [points of measure_run]."""
+    common = {}
+    for key in runs[0]:
+        if all(key in points for points in runs):
+            common[key] = [points[key] for points in runs]
+    return common
+
+
+def gain(points, a, b):
+    """(mean, low, high) in points of 100 of what a gets right more than b."""
+    return mean_interval([100 * (point[a] - point[b]) for point in points])
+
+
+def print_table(runs):
+    """A line for each rule and aim: means over the runs."""
+    print(f"\n{len(runs)} runs. Right answers lost, in points of 100, against all passes for everybody; then what the rule "
+          "gets right\nbeyond fixed depth and random exits of the same cost; then the passes used, by hops\n"
+          "rule     aim   saved  lost                  beyond fixed          beyond random        1 hop, 2 hops, ..")
+    for (rule, aim), points in in_all(runs).items():
+        saving = np.mean([point["saved"] for point in points])
+        pairs = ("full", "accuracy"), ("accuracy", "fixed"), ("accuracy", "random")
+        cells = ["{:5.1f} [{:5.1f}, {:5.1f}]".format(*gain(points, *pair)) for pair in pairs]
+        passes = np.mean([point["passes"] for point in points], axis=0)
+        aim = f"{aim:4.0%}" if aim else "    "
+        print(f"{rule:8s}{aim}  {saving:6.1%}  " + "  ".join(f"{cell:20s}" for cell in cells)
+              + " ".join(f"{k:5.2f}" for k in passes))
+
+
+def write_csv(path, names, runs):
+    """One row for each run, rule and aim."""
+    columns = ["saved", "full", "accuracy", "fixed", "random"]
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f)
+        writer.writerow(["run", "rule", "aim", *columns, "passes"])
+        for name, points in zip(names, runs):
+            for (rule, aim), point in points.items():
+                numbers = [round(point[column], 4) for column in columns]
+                writer.writerow([name, rule, aim, *numbers, " ".join(f"{k:.2f}" for k in point["passes"])])
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = misused
+    add = parser.add_argument
+    add("--ckpt", nargs="+", required=True, help="run folders of one shape, other seeds, of train.py --preset=hops")
+    add("--examples", type=int, default=1024, help="examples of val, and of test (default: 1024)")
+    add("--device", help="cuda, mps or cpu (default: the first of them that is there)")
+    add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    add("--out_dir", default="out/hops-exits", help="folder of exits.png and exits.csv (default: out/hops-exits)")
+    a = parser.parse_args(argv)
+    require_at_least(a, examples=1, threads=0)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    out = Path(a.out_dir)
+    check_writable("--out_dir", out)
+    runs, by_depth, shapes = [], [], []
+    for i, ckpt in enumerate(a.ckpt, 1):
+        progress(f"run {i} of {len(a.ckpt)}", False)
+        model, state = load_model(ckpt, pick_device(a.device))
+        cfg, (folder, meta) = model.cfg, data_of(state)
+        if not is_task(meta):
+            stop(f"--ckpt {ckpt}: trained on {folder.name}, and this is about the task hops: train.py --preset=hops; "
+                 "early_exit.py is for text")
+        if cfg.n_loop < 2 or cfg.n_coda:
+            stop(f"--ckpt {ckpt}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no "
+                 "coda")
+        shapes.append((asdict(cfg), meta["hops"]))
+        if shapes[-1] != shapes[0]:
+            stop(f"--ckpt {ckpt}: another shape or number of hops than {a.ckpt[0]}: give runs that differ in their seed")
+        points, accuracy, example = measure_run(model, meta, a.examples)
+        runs.append(points)
+        by_depth.append(accuracy)
+    print_table(runs)
+    text = load_tokenizer(folder).decode_tokens_bytes(example)
+    plot_hops_exits(in_all(runs), by_depth, [token.decode() for token in text], meta, out / "exits.png")
+    write_csv(out / "exits.csv", [run_folder(ckpt).name for ckpt in a.ckpt], runs)
+    print(f"wrote exits.png and exits.csv to {out}")
+
+
+if __name__ == "__main__":
+    main()
