@@ -1,4 +1,4 @@
-"""Every command of the README, as a user types it (long ones with fewer steps), and the links it makes."""
+"""Every command of the README and of the pages it sends to, as a user types it (long ones with fewer steps); links, length."""
 import csv
 import json
 import os
@@ -17,21 +17,29 @@ import train as T
 from conftest import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHELL = [line.split(" #")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S)
-         for line in block.splitlines() if line.strip() and not line.startswith("#")]
-PYTHON = [c for c in SHELL if c.startswith("python ")]
-BIG = [line.split(" #")[0].strip() for block in re.findall(r"```text\n(.*?)```", README, re.S)
-       for line in block.splitlines() if "train.py" in line]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("data/*.md"), *ROOT.glob("results/*.md"), *ROOT.glob("tricks/*.md")]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def blocks_of(text, language):
+    """The commands in the blocks of a language, without their comments."""
+    lines = "".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)).splitlines()
+    commands = [line.split(" #")[0].strip() for line in lines if not line.startswith("#")]
+    return [command for command in dict.fromkeys(commands) if command]
+
+
+PYTHON = [c for c in blocks_of(TEXT, "sh") if c.startswith("python ")]
+BIG = [c for c in blocks_of(TEXT, "text") if "train.py" in c]
 SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--batch_size=2", "--device=cpu"],
          "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "routing_study.py": ["--tokens=512"],
          "early_exit.py": ["--tokens=256", "--rounds=1", "--max_new_tokens=8", "--device=cpu"],
-         "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"],
+         "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"], "hops_study.py": ["--examples=64", "--device=cpu"],
          "sample.py": ["--max_new_tokens=8", "--device=cpu"],
          "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
 
 
 def test_readme_begins_with_two_set_up_commands():
-    setup = [c for c in SHELL if c.startswith("python3 -m venv")]
+    setup = [c for c in blocks_of(README, "sh") if c.startswith("python3 -m venv")]
     assert len(setup) == 2 and all("requirements.txt" in c for c in setup)
     assert setup[0].endswith("python train.py") and "pytest" in setup[1]
 
@@ -49,7 +57,8 @@ def test_readme_command(command, run, tmp_path):
         needed = re.findall(r"--init_from=(out/\w+)", command)
     for folder in needed if script != "fit_law.py" else []:
         made = next((c for c in PYTHON if c.endswith(f"--out_dir={folder}")), f"python train.py --out_dir={folder}")
-        made = run("train.py", *shlex.split(made)[2:], *SHORT["train.py"], "--block_size=128", cwd=tmp_path)
+        window = ["--block_size=128"] * ("hops" not in made)       # the task hops has one of its own
+        made = run("train.py", *shlex.split(made)[2:], *SHORT["train.py"], *window, cwd=tmp_path)
         assert made.returncode == 0, made.stderr
     if trains:
         flags = [f for f in flags if not f.startswith(("--out_dir", "--max_"))] + [f"--out_dir={tmp_path / 'run'}"]
@@ -97,9 +106,26 @@ def test_the_readmes_trick_is_the_file_that_runs(run, tiny, tmp_path):
     assert plan.returncode == 0 and plan.stdout.count("out/gate/") == 45, plan.stderr
 
 
-def test_readme_links_exist():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_exist(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_readme_is_short_and_names_every_script():
+    assert len(README.splitlines()) <= 230 and len(README.split()) <= 2400
+    for script in ROOT.glob("*.py"):
+        assert f"]({script.name})" in README, script.name
+
+
+def test_the_readmes_loop_is_that_of_the_model():
+    """Each line of the block stands in model.py between the two marks, in this order."""
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "one_pass" in b)
+    loop = (ROOT / "model.py").read_text(encoding="utf-8").split("# --- loop ---")[1].split("# --- end loop ---")[0]
+    functions = [re.findall(rf"def {name}\(.*?(?=\n    def |$)", loop, re.S)[0] for name in ("loop_states", "one_pass")]
+    rest = iter("\n".join(functions).splitlines())
+    for line in filter(None, map(str.strip, block.splitlines())):
+        assert any(line == given.strip() for given in rest), line
 
 
 @pytest.mark.slow
