@@ -23,8 +23,8 @@ TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 def blocks_of(text, language):
     """The commands in the blocks of a language, without their comments."""
-    lines = "".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.S | re.M)).splitlines()
-    commands = [line.split(" #")[0].strip() for line in lines if not line.startswith("#")]
+    lines = "".join(re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.S | re.M)).splitlines()
+    commands = [line.split(" #")[0].strip() for line in lines if not line.strip().startswith("#")]
     return [command for command in dict.fromkeys(commands) if command]
 
 
