@@ -374,11 +374,42 @@ def plot_hops(groups, folders, path):
     save(fig, path)
 
 
+def plot_staircase(runs, path):
+    """runs: hops_study.study_run of each seed of one looped model. What its readout names after each pass, and how many
+    answers are right after each: the picture of the README."""
+    first = runs[0]
+    H, K = first["hops"], first["n_loop"]
+    fig, (name_axis, pass_axis) = pyplot().subplots(1, 2, figsize=(13, 5))
+    named = [run["named"] for run in runs]
+    named = np.mean(named, axis=0)[:K, 1:]       # the start itself is no step
+    name_axis.imshow(named.T, vmin=0, vmax=1, origin="lower", cmap="Blues", extent=(0.5, K + 0.5, 0.5, H + 0.5))
+    for (k, step), share in np.ndenumerate(named):
+        if share >= 0.05:
+            name_axis.text(k + 1, step + 1, f"{share:.0%}", ha="center", va="center", color="w" if share > 0.5 else "k")
+    name_axis.grid(False)
+    name_axis.set(title=f"asked for {H} hops: which step of the way the model names",
+                  xlabel="after this many passes", ylabel="step of the way")
+    accuracy = [run["accuracy"] for run in runs]
+    accuracy = np.mean(accuracy, axis=0)[:K, :H]           # (passes, hops)
+    passes = np.arange(K) + 1
+    for p, shade in enumerate(pyplot().cm.viridis(np.linspace(0, 0.9, H)), 1):
+        pass_axis.plot(passes, accuracy[:, p - 1], "o-", color=shade)
+        label = "1 hop" if p == 1 else f"{p} hops"
+        rise = accuracy[max(p - 2, 0):p, p - 1].mean()     # beside the line where it rises
+        pass_axis.annotate(label, (max(p - 0.5, 1), rise), xytext=(-8, 0), textcoords="offset points", ha="right",
+                           va="center", color=shade)
+    pass_axis.set(title="so a question for p hops takes p passes", xlabel="passes of the loop", xlim=(0.4, K + 0.2),
+                  ylim=(0, 1.04), ylabel="share of right answers")
+    seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
+    fig.suptitle(f"Each pass of the loop follows one more link of the chain ({seeds})", fontsize=14)
+    save(fig, path)
+
+
 def draw_passes(axis, accuracy, H, shades):
     """Mean and range over seeds of accuracy (seeds, passes, hops), a line for each number of hops; trained: up to H."""
     passes = np.arange(accuracy.shape[1]) + 1
     for p, shade in enumerate(shades, 1):
-        style = {"color": shade, "label": f"{p} hops"}
+        style = {"color": shade, "label": "1 hop" if p == 1 else f"{p} hops"}
         if p > H:
             style = {"color": "0.6", "ls": ":"}
         seeds = accuracy[:, :, p - 1]
@@ -402,7 +433,9 @@ def draw_learning(axis, evaluations, shades):
     """Right answers of one run by training FLOPs, from its metrics; named in the legend once."""
     is_first = not axis.lines
     for p, shade in enumerate(shades, 1):
-        label = f"{p} hops" if is_first else None
+        label = None
+        if is_first:
+            label = "1 hop" if p == 1 else f"{p} hops"
         axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
 
 
@@ -420,21 +453,26 @@ def plot_hops_exits(points, by_depth, tokens, meta, path):
     for i, (rule, rows) in enumerate(savings.items()):
         saving, lost, random, fixed = np.array(rows).T
         if rule == "oracle":
-            cost_axis.plot(saving, lost, "*", color="C3", ms=12, label="who knows the hops")
+            cost_axis.plot(saving, lost, "*", color="k", ms=12, label="p passes for p hops")
             continue
         cost_axis.plot(saving, lost, "o-", color=f"C{i}", label=rule)
         if rule == "change":
             cost_axis.plot(saving, fixed, ":", color="0.4", label="fixed depth, same cost")
             cost_axis.plot(saving, random, "--", color="0.4", label="random exits, same cost")
-    finish(cost_axis, "what exits cost", "FLOPs of the answers saved, tests charged", "right answers lost, of 100")
+    at_aim = []
+    for rule in ("change", "entropy"):
+        for saving, lost, _, _ in savings.get(rule, [])[2:3]:
+            at_aim.append(f"{rule} loses {lost:.1f}")
+    finish(cost_axis, "of 100 answers, at 30% saved: " + ", ".join(at_aim), "FLOPs of the answers saved, tests charged",
+           "right answers lost, of 100")
     cost_axis.xaxis.set_major_formatter("{x:.0%}")
     hops = range(1, meta["hops"] + 1)
     for i, rule in enumerate(savings):
         same = points.get((rule, 0.3), [])
         if same:
             hops_axis.plot(hops, np.mean([run["passes"] for run in same], axis=0), "o-", color=f"C{i}", label=rule)
-    hops_axis.plot(hops, hops, color="C3", lw=1, label="as many as hops")
-    finish(hops_axis, "passes used, where 30% is saved", "hops asked for", "passes")
+    hops_axis.plot(hops, hops, color="k", lw=1, label="p passes for p hops")
+    finish(hops_axis, "passes used, at 30% saved", "hops asked for", "mean passes")
     draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, len(by_depth[0]))
     save(fig, path)
 
@@ -456,7 +494,7 @@ def draw_example(axis, tokens, same, meta, n_passes):
                   bbox={"facecolor": shades[k - 1], "edgecolor": "none", "pad": 3})
         word = "pass" if k == 1 else "passes"
         axis.text(0.52, y, f"after {k} {word}", fontsize=10, va="top", transform=axis.transAxes)
-    axis.set_title("an example, change at 30%")
+    axis.set_title("an example: when each answer left (change, at 30%)")
 
 
 def plot_starts(rows, path):

@@ -413,6 +413,7 @@ def test_the_study_of_two_groups(flags, tmp_path, capsys, monkeypatch):
     with open(tmp_path / "study" / "hops.csv", newline="") as f:
         table = list(csv.DictReader(f))
     assert len(table) == (5 + 5 + 1) * 6 and (tmp_path / "study" / "hops.png").is_file()
+    assert (tmp_path / "study" / "staircase.png").is_file()
 
 
 def test_the_study_refuses_text(tiny, tmp_path, capsys):
