@@ -14,13 +14,12 @@ import torch
 
 import hops_study as S
 import train as T
-from conftest import ROOT
 from data import hops as H
 from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, main as prepare_main, prepare_hops, token_bytes
 from lib.checkpoint import load_model
 from model import LoopedLM
-from test_train import equal, interrupt_at, losses, rows, stops, weights
+from test_train import equal, losses, rows, stops, weights
 
 
 @pytest.fixture(scope="module")
