@@ -28,8 +28,9 @@ def find_run(args, explicit):
     """What --out_dir holds already: (args, state, folder, meta). args are the flags that the run began with and those
     that may change, state its checkpoint or None, folder and meta the corpus. args is None if the run is complete."""
     out = Path(args.out_dir)
-    if "data" not in explicit and (out / "config.json").is_file():          # a run stays with its corpus
-        first_args = read_json(out / "config.json")["args"]
+    config, summary, ckpt = out / "config.json", out / "summary.json", out / "ckpt.pt"
+    if "data" not in explicit and config.is_file():        # a run stays with its corpus
+        first_args = read_json(config)["args"]
         args.data = first_args["data"]
         args.vocab_size = explicit.get("vocab_size", first_args["vocab_size"])
     config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
@@ -37,24 +38,29 @@ def find_run(args, explicit):
     if args.raise_hops and not is_task(meta):
         stop("--raise_hops is for the task hops: give --data=hops as well, or drop it")
     data_sha256 = meta["splits"]["train"]["sha256"]
-    if (out / "summary.json").is_file() and not args.resume:
-        check_same_run(explicit, read_json(out / "config.json"), data_sha256, out, resume=False)
+    if summary.is_file() and not args.resume:
+        saved = read_json(config)
+        check_same_run(explicit, saved, data_sha256, out, resume=False)
         return None, None, folder, meta
-    ckpt = out / "ckpt.pt"
     if not ckpt.is_file():
         if args.resume:
             stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
         return args, None, folder, meta
     state = load_checkpoint(ckpt)
-    if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
+    needed = {"args", "optimizers", "step", "wall_s", "data_sha256"}
+    if not needed <= state.keys():
         stop(f"{ckpt}: holds weights but no optimizer, so training cannot be resumed; choose another --out_dir")
-    if state["args"].get("trick", "") != (state.get("trick") or {}).get("file", ""):
+    trick = state.get("trick") or {}
+    if trick.get("file", "") != state["args"].get("trick", ""):
         stop(f"{ckpt}: its flags and its trick name different files, so it is not train.py's; nothing in it was run")
     check_same_run(explicit, state, data_sha256, ckpt, args.resume)
-    may_change = FREE | EXTENDABLE if args.resume else FREE
-    changes = {name: explicit[name] for name in (may_change | {"trick"}) & explicit.keys()}        # a trick's path
-    if args.resume and any(explicit.get(h) for h in HORIZON):               # one horizon replaces another
-        changes.update({h: explicit.get(h, 0) for h in HORIZON})
+    may_change = FREE | {"trick"}                # a trick's path, not its content
+    if args.resume:
+        may_change = may_change | EXTENDABLE
+    changes = {name: explicit[name] for name in explicit.keys() & may_change}
+    horizons = [explicit.get(h, 0) for h in HORIZON]
+    if args.resume and any(horizons):            # one horizon replaces another
+        changes.update(zip(HORIZON, horizons))
     resumed = {**DEFAULTS, **state["args"], **changes, "out_dir": args.out_dir}
     return argparse.Namespace(**resumed), state, folder, meta
 
@@ -63,8 +69,10 @@ def say_complete(out, args):
     """The run is complete: what it reached, and which of its flags are not those of the command line."""
     saved = read_json(out / "config.json")["args"]
     val_bpb = read_json(out / "summary.json")["val_bpb"]
-    others = [f"{name}={value}" for name, value in saved.items()
-              if name not in FREE and getattr(args, name, value) != value]
+    others = []
+    for name, value in saved.items():
+        if name not in FREE and getattr(args, name, value) != value:
+            others.append(f"{name}={value}")
     note = f"; begun with {', '.join(others)}" if others else ""
     print(f"{out} is complete (val {val_bpb:.4f} bits/byte{note}): nothing to do; "
           "--resume with a longer horizon trains it further, another --out_dir starts anew")
@@ -73,13 +81,16 @@ def say_complete(out, args):
 def open_folder(out, identity, meta, trick, extends):
     """Make the run folder with config.json and a copy of the trick. extends: more steps follow, so that a complete run
     is not complete any more."""
-    about = dict(identity, val_sha256=meta["splits"]["val"]["sha256"], torch=torch.__version__,
-                 python=sys.version.split()[0], command=shlex.join(["python", *sys.argv]))
+    python = sys.version.split()[0]
+    command = shlex.join(["python", *sys.argv])
+    val_sha256 = meta["splits"]["val"]["sha256"]
+    about = dict(identity, val_sha256=val_sha256, torch=torch.__version__, python=python, command=command)
+    content = json.dumps(about, indent=1)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if extends:
             (out / "summary.json").unlink(missing_ok=True)
-        write_atomic(out / "config.json", json.dumps(about, indent=1).encode())
+        write_atomic(out / "config.json", content.encode())
         if trick and trick_file(trick).parent != out.resolve():
             shutil.copy(trick_file(trick), out)
     except OSError as e:
@@ -88,18 +99,25 @@ def open_folder(out, identity, meta, trick, extends):
 
 def describe_run(args, model, plan, epoch_tokens):
     """The lines before the first step: parameters by group, depth, FLOPs, tokens."""
-    cfg, tokens = model.cfg, plan.steps * plan.tokens_per_step
-    epochs = tokens / epoch_tokens
+    cfg = model.cfg
     counts = model.param_counts(cfg)
     groups = " + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
-    active = sum(model.param_counts(cfg, active=True).values())
-    print(f"{groups} = {sum(counts.values()) / 1e6:.2f}M parameters"
-          + (f", {active / 1e6:.2f}M active" if cfg.n_expert else ""))
+    total = sum(counts.values())
+    line = f"{groups} = {total / 1e6:.2f}M parameters"
+    if cfg.n_expert:
+        active = model.param_counts(cfg, active=True)
+        line += f", {sum(active.values()) / 1e6:.2f}M active"
+    print(line)
+    per_token = plan.flops_per_step / plan.tokens_per_step
+    trick = f"; {args.trick}" if args.trick else ""
     print(f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
-          f"{plan.flops_per_step / plan.tokens_per_step / 1e6:.1f} MFLOPs/token"
-          + (f"; {args.trick}" if args.trick else ""))
+          f"{per_token / 1e6:.1f} MFLOPs/token{trick}")
+    tokens = plan.steps * plan.tokens_per_step
+    epochs = tokens / epoch_tokens
+    flops = plan.steps * plan.flops_per_step
+    at_most = "at most " if args.raise_passes else ""
     print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({epochs:.2f} epochs), "
-          f"{'at most ' if args.raise_passes else ''}{plan.steps * plan.flops_per_step:.2e} FLOPs")
+          f"{at_most}{flops:.2e} FLOPs")
 
 
 # --- on the way ---
@@ -108,13 +126,15 @@ class Log:
     that of the checkpoint, are dropped: the resumed run writes them again."""
 
     def __init__(self, path, columns, step, plan, peak):
-        self.path, self.columns, self.first_step, self.plan, self.peak = path, columns, step, plan, peak
-        self.started_at, self.steps, self.seconds = time.time(), 0, 0.0            # since the row before
+        self.path, self.columns, self.plan, self.peak = path, columns, plan, peak
+        self.first_step, self.started_at = step, time.time()
+        self.steps, self.seconds = 0, 0.0        # since the row before
         rows = []
         if step and path.is_file():
             with open(path, newline="", encoding="utf-8") as f:
-                rows = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
-        self.write(rows, mode="w")
+                rows = list(csv.DictReader(f))
+        kept = [row for row in rows if row["step"].isdigit() and int(row["step"]) <= step]
+        self.write(kept, mode="w")
 
     def write(self, rows, mode="a"):
         """Append rows; what is no column of this run is left out."""
@@ -129,32 +149,47 @@ class Log:
         plan, steps_per_s = self.plan, self.steps / self.seconds
         speed = plan.tokens_per_step * steps_per_s
         row = dict(numbers, step=step, tokens=step * plan.tokens_per_step, tok_per_s=round(speed))
-        self.write([{**row, **val_columns(val)} if evaluated else row])
-        eta = (time.time() - self.started_at) / (step - self.first_step) * (plan.steps - step)
-        mfu = 100 * plan.flops_per_step * steps_per_s / self.peak if self.peak else 0
-        progress(f"step {step}/{plan.steps} loss {numbers['train_loss']:.3f}"
-                 + (f" val {describe_score(val)}" if val else "") + f" {speed / 1e3:.1f}k tok/s"
-                 + (f" {mfu:.1f}% MFU" if self.peak else "") + f" ETA {duration(eta)}", keep=evaluated)
+        if evaluated:
+            row.update(val_columns(val))
+        self.write([row])
+        line = f"step {step}/{plan.steps} loss {numbers['train_loss']:.3f}"
+        if val:
+            line += f" val {describe_score(val)}"
+        line += f" {speed / 1e3:.1f}k tok/s"
+        if self.peak:
+            mfu = plan.flops_per_step * steps_per_s / self.peak
+            line += f" {100 * mfu:.1f}% MFU"
+        s_per_step = (time.time() - self.started_at) / (step - self.first_step)
+        eta = s_per_step * (plan.steps - step)
+        progress(f"{line} ETA {duration(eta)}", keep=evaluated)
         self.steps, self.seconds = 0, 0.0
 
 
 def metrics_columns(args, cfg, meta):
+    """The columns of metrics.csv."""
     passes = range(1, cfg.n_loop + 1)
     columns = "step tokens flops train_loss val_loss val_bpb lr grad_norm tok_per_s".split()
     if args.loss == "per_loop":
         columns += [f"val_ce_{k}" for k in passes]
     columns += [f"val_norm_{k}" for k in passes]
-    if is_task(meta):                            # hops asked for in training; right answers by number of hops
-        columns += ["hops"] + [f"val_acc_{p}" for p in range(1, meta["hops"] + 1)]
-    return columns + ["balance", "z"] if cfg.n_expert else columns
+    if is_task(meta):                            # the most hops asked for in training; right answers by number of hops
+        hops = range(1, meta["hops"] + 1)
+        columns += ["hops", *[f"val_acc_{p}" for p in hops]]
+    if cfg.n_expert:
+        columns += ["balance", "z"]
+    return columns
 
 
 def val_columns(val):
     """The columns of an evaluation, a dict as evaluate gives it."""
-    norms = {f"val_norm_{k}": length for k, length in enumerate(val["norm"], 1)}
-    losses = {f"val_ce_{k}": ce for k, ce in enumerate(val["ce"], 1)}
-    accuracy = {f"val_acc_{p}": share for p, share in enumerate(val.get("accuracy", []), 1)}
-    return {"val_loss": val["loss"], "val_bpb": val["bpb"], **norms, **losses, **accuracy}
+    columns = {"val_loss": val["loss"], "val_bpb": val["bpb"]}
+    for k, length in enumerate(val["norm"], 1):
+        columns[f"val_norm_{k}"] = length
+    for k, ce in enumerate(val["ce"], 1):
+        columns[f"val_ce_{k}"] = ce
+    for p, share in enumerate(val.get("accuracy", []), 1):
+        columns[f"val_acc_{p}"] = share
+    return columns
 
 
 def describe_score(val):
@@ -167,10 +202,12 @@ def describe_score(val):
 # --- after the last step ---
 def sample_text(args, model, encoding):
     """200 tokens that the model writes after <|endoftext|>."""
-    start = torch.tensor([[encoding.eot_token]], device=model.table.device)
-    generator = torch.Generator(device=model.table.device).manual_seed(args.seed)
-    ids = model.generate(start, min(200, model.cfg.block_size), temperature=0.8, top_k=50, generator=generator)
-    return encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
+    device, n_tokens = model.table.device, min(200, model.cfg.block_size)
+    start = torch.tensor([[encoding.eot_token]], device=device)
+    generator = torch.Generator(device=device).manual_seed(args.seed)
+    ids = model.generate(start, n_tokens, temperature=0.8, top_k=50, generator=generator)
+    text = [token for token in ids[0].tolist() if token != encoding.eot_token]
+    return encoding.decode(text)
 
 
 @torch.no_grad()
@@ -188,22 +225,25 @@ def sample_answers(model, encoding, folder, meta):
 
 def finish(args, model, sample, val, plan, spent):
     """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
-    out, cfg, tokens = Path(args.out_dir), model.cfg, plan.steps * plan.tokens_per_step
+    out, cfg, seconds = Path(args.out_dir), model.cfg, spent["wall_s"]
     write_atomic(out / "sample.txt", sample.encode())
+    tokens = plan.steps * plan.tokens_per_step
     active = model.param_counts(cfg, active=True)          # what the law counts: the experts that work on a token
+    stored = model.param_counts(cfg)
+    trick = f"{Path(args.trick).stem} {args.trick_args}"   # with other options another trick
     summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
-                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
-                   trick=f"{Path(args.trick).stem} {args.trick_args}".strip(),     # with other options another trick
+                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject, trick=trick.strip(),
                    n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
-                   n_total=sum(model.param_counts(cfg).values()), tokens=tokens,
-                   flops=spent["flops"], val_loss=val["loss"], val_bpb=val["bpb"],
-                   wall_s=round(spent["wall_s"], 1), tok_per_s=round(tokens / spent["wall_s"], 1),
-                   val_ce=val["ce"], val_norm=val["norm"])
+                   n_total=sum(stored.values()), tokens=tokens, flops=spent["flops"],
+                   val_loss=val["loss"], val_bpb=val["bpb"], wall_s=round(seconds, 1),
+                   tok_per_s=round(tokens / seconds, 1), val_ce=val["ce"], val_norm=val["norm"])
+    score = f"{val['bpb']:.4f} bits/byte"
     if "accuracy" in val:
         summary["val_acc"] = val["accuracy"]
-    plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
-                   f"{describe_score(val)}")
-    write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
-    score = describe_score(val) if "accuracy" in val else f"{val['bpb']:.4f} bits/byte"
-    print(f"\n{sample[:400]}\n\nval {val['loss']:.4f} nats/token, {score}; "
-          f"{tokens / 1e6:.2f}M tokens in {duration(spent['wall_s'])}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
+        score = describe_score(val)
+    shape = f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda}"
+    plot_loss(out, f"{out.name}: {shape} layers, {describe_score(val)}")
+    content = json.dumps(summary, indent=1)
+    write_atomic(out / "summary.json", content.encode())
+    print(f"\n{sample[:400]}\n\nval {val['loss']:.4f} nats/token, {score}; {tokens / 1e6:.2f}M tokens in "
+          f"{duration(seconds)}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
