@@ -282,31 +282,51 @@ def frontier_title(results):
 
 
 def plot_drafts(results, path):
-    """results: what early_exit.py --draft_study writes to draft_study.json; a panel for each run."""
-    n = len(results)
-    fig, axes = pyplot().subplots(1, n, figsize=(1 + 5 * n, 4.6), sharey=True, squeeze=False)
-    titles = []
-    for axis, run in zip(axes[0], results):
-        K = run["n_loop"]
-        for d in range(1, K):
-            colour = f"C{d - 1}"
-            rows = [row for row in run["rows"] if row["draft_passes"] == d]
-            middle = values(rows, "speed_up")
-            below = middle - values(rows, "low")
-            above = values(rows, "high") - middle
-            lengths = [str(row["draft_tokens"]) for row in rows]
-            axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
-            *numbers, auto = lengths
-            axis.plot(numbers, middle[:-1], color=colour, label=f"drafts of {d} of {K} passes")
-        axis.axhline(1, **GREY)
-        name = run["run"]
-        finish(axis, name, "tokens drafted at a time", "")
-        best = max(values(run["rows"], "speed_up"))
-        titles.append(f"{name} {best:.2f}")
-    first = axes[0, 0]
-    first.set_ylabel("tokens per second, in units of plain decoding")
-    fig.suptitle(f"how many times as fast as plain decoding, at best: {', '.join(titles)}")
+    """results: what early_exit.py --draft_study writes to draft_study.json; a row of panels for each temperature, a
+    panel for each run."""
+    temperatures = sorted({run["temperature"] for run in results})
+    n_rows = len(temperatures)
+    n = len(results) // n_rows
+    fig, axes = pyplot().subplots(n_rows, n, figsize=(2 + 4.3 * n, 1 + 3.4 * n_rows), sharex=True, sharey=True,
+                                  squeeze=False)
+    best = dict.fromkeys(temperatures, 0)
+    for axis, run in zip(axes.flat, results):
+        t = run["temperature"]
+        fastest = draw_drafts(axis, run)
+        best[t] = max(best[t], fastest)
+        how = f"temperature {t:g}" if t else "greedy"
+        name = run["run"].replace("_", " ")
+        axis.set_title(f"{name}, {how}")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens drafted at a time")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("times as fast as plain decoding")
+    axes[0, 0].legend()
+    gains = [f"{best[t]:.2f} times as fast " + (f"at temperature {t:g}" if t else "when greedy") for t in temperatures]
+    fig.suptitle(f"The loop drafts for itself, and loses nothing: at best {', '.join(gains)}", fontsize=14)
     save(fig, path)
+
+
+def draw_drafts(axis, run):
+    """How many times as fast drafts of each length and number of passes are, with quartiles; returns the best."""
+    K = run["n_loop"]
+    for d in range(1, K):
+        colour = f"C{d - 1}"
+        rows = [row for row in run["rows"] if row["draft_passes"] == d]
+        middle = values(rows, "speed_up")
+        below = middle - values(rows, "low")
+        above = values(rows, "high") - middle
+        lengths = [str(row["draft_tokens"]) for row in rows]
+        axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
+        *numbers, auto = lengths
+        axis.plot(numbers, middle[:-1], color=colour, label=f"drafted with {d} of {K} passes")
+    axis.axhline(1, **GREY)
+    fastest = max(run["rows"], key=lambda row: row["speed_up"])
+    speed_up = fastest["speed_up"]
+    axis.annotate(f"{speed_up:.2f}", (str(fastest["draft_tokens"]), fastest["high"]), (0, 4), ha="center",
+                  textcoords="offset points", weight="bold")
+    axis.margins(y=0.15)                         # room for that number
+    return speed_up
 
 
 def plot_readout(cells, folders, title, path):
