@@ -122,8 +122,8 @@ def measure_rule(model, test, rule, tests, meta):
 
 
 def measure_run(model, meta, n):
-    """({(criterion, aim): what measure_rule says}, right answers (S,) after each pass, the tokens (T,) of the first
-    example), on n examples of val and n of test. An aim is left out where even one pass for everybody saves less."""
+    """({(criterion, aim): what measure_rule says}, the tokens (T,) of the first example), on n examples of val and n of
+    test. An aim is left out where even one pass for everybody saves less."""
     x, y = draw_test(model, meta, n, "val")
     _, doubts = score_answers(model, x, y)
     x, y = draw_test(model, meta, n, "test")
@@ -142,7 +142,7 @@ def measure_run(model, meta, n):
                 points[criterion, aim] = measure_rule(model, test, rule, tests, meta)
     knows = exit_at(hops.clamp(1, model.cfg.n_loop))
     points["oracle", None] = measure_rule(model, test, knows, False, meta)
-    return points, by_depth.tolist(), x[0].tolist()
+    return points, x[0].tolist()
 
 
 def in_all(runs):
@@ -191,6 +191,15 @@ def write_csv(path, names, runs):
                 writer.writerow([name, rule, aim, *numbers, passes])
 
 
+def refuse(which, cfg, folder, meta):
+    """Stop where a run is none of a loop on the task."""
+    if not is_task(meta):
+        stop(f"{which}: trained on {folder.name}, and this is about the task hops: train.py --preset=hops; early_exit.py "
+             "is for text")
+    if cfg.n_loop < 2 or cfg.n_coda:
+        stop(f"{which}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no coda")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -208,28 +217,21 @@ def main(argv=None):
     out = Path(a.out_dir)
     check_writable("--out_dir", out)
     device = pick_device(a.device)
-    runs, by_depth, shapes = [], [], []
+    runs, shapes = [], []
     for i, ckpt in enumerate(a.ckpt, 1):
         progress(f"run {i} of {len(a.ckpt)}", False)
         model, state = load_model(ckpt, device)
         folder, meta = data_of(state)
-        cfg = model.cfg
-        if not is_task(meta):
-            stop(f"--ckpt {ckpt}: trained on {folder.name}, and this is about the task hops: train.py --preset=hops; "
-                 "early_exit.py is for text")
-        if cfg.n_loop < 2 or cfg.n_coda:
-            stop(f"--ckpt {ckpt}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no "
-                 "coda")
-        shapes.append((asdict(cfg), meta["hops"]))
+        refuse(f"--ckpt {ckpt}", model.cfg, folder, meta)
+        shapes.append((asdict(model.cfg), meta["hops"]))
         if shapes[-1] != shapes[0]:
             stop(f"--ckpt {ckpt}: another shape or number of hops than {a.ckpt[0]}: give runs that differ in their seed")
-        points, accuracy, example = measure_run(model, meta, a.examples)
+        points, example = measure_run(model, meta, a.examples)
         runs.append(points)
-        by_depth.append(accuracy)
     print_table(runs)
     tokens = load_tokenizer(folder).decode_tokens_bytes(example)
     tokens = [token.decode() for token in tokens]
-    plot_hops_exits(in_all(runs), by_depth, tokens, meta, out / "exits.png")
+    plot_hops_exits(in_all(runs), tokens, meta, model.cfg.n_loop, out / "exits.png")
     names = [run_folder(ckpt).name for ckpt in a.ckpt]
     write_csv(out / "exits.csv", names, runs)
     print(f"wrote exits.png and exits.csv to {out}")

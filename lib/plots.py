@@ -459,9 +459,8 @@ def draw_learning(axis, evaluations, shades):
         axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
 
 
-def plot_hops_exits(points, by_depth, tokens, meta, path):
-    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}, by_depth (runs, passes): right answers
-    after as many passes for everybody; tokens: the texts of an example."""
+def plot_hops_exits(points, tokens, meta, n_passes, path):
+    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}; tokens: the texts of an example."""
     fig, (cost_axis, hops_axis, text_axis) = pyplot().subplots(1, 3, figsize=(17, 4.8))
     savings = {}
     for (rule, aim), same in points.items():
@@ -493,7 +492,7 @@ def plot_hops_exits(points, by_depth, tokens, meta, path):
             hops_axis.plot(hops, np.mean([run["passes"] for run in same], axis=0), "o-", color=f"C{i}", label=rule)
     hops_axis.plot(hops, hops, color="k", lw=1, label="p passes for p hops")
     finish(hops_axis, "passes used, at 30% saved", "hops asked for", "mean passes")
-    draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, len(by_depth[0]))
+    draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, n_passes)
     save(fig, path)
 
 
