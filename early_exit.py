@@ -32,7 +32,7 @@ from data.load import even_starts, is_task, read_windows
 from data.prepare import load_tokenizer, token_bytes
 from draft import check_drafting
 from exit_cost import Costs, calibrate, costs, exit_chance, first_below, neighbours, saved, savings_by_depth
-from exit_speed import study_drafts, time_drafts, time_prompts, time_schedules
+from exit_speed import study_drafts, time_drafts, time_prompts, time_schedules, write_drafts
 from exits import CRITERIA, begin, doubt, exit_at, exit_below, jsd, n_stages, read, score_at_once, score_by_step
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import duration, misused, progress, require_at_least, stop
@@ -378,7 +378,8 @@ def parse(argv=None):
     add("--exit_tau", 1.0, "tau of the generation; 0 never exits")
     add("--draft_passes", 0, "draft with this many passes and verify with all, instead of exits; 0: exits")
     add("--draft_tokens", "auto", "how many to draft at a time; auto: by what was accepted so far")
-    parser.add_argument("--draft_study", action="store_true", help="time every --draft_passes with many --draft_tokens")
+    parser.add_argument("--draft_study", action="store_true", help="time every --draft_passes with many --draft_tokens, "
+                        "greedy and, if given, at --temperature")
     add("--max_new_tokens", 100, "this many; with exits at most, and what block_size leaves")
     add("--temperature", 0.0, "0: the likeliest token")
     add("--top_k", 0, "sample from the likeliest ones only; 0: all")
@@ -459,9 +460,12 @@ def main(argv=None):
         results = time_schedules(model, a)
     elif a.draft_study:
         results = []
-        for run, model, folder, meta in runs:
-            prompts = starts_of_texts(model, folder, meta)
-            results.append(study_drafts(run.name, model, prompts, a))
+        for temperature in sorted({0.0, a.temperature}):
+            at = argparse.Namespace(**{**vars(a), "temperature": temperature})
+            for run, model, folder, meta in runs:
+                prompts = starts_of_texts(model, folder, meta)
+                results.append(study_drafts(run.name, model, prompts, at))
+        write_drafts(out / "draft_study.csv", results)
         plot_drafts(results, out / "draft_study.png")
     else:
         results = []

@@ -3,6 +3,7 @@ What exits (exits.py) and drafting (draft.py) save by the clock. Contenders take
 so that a machine whose speed drifts slows all of them alike; ratios are taken within a round. early_exit.py has the
 commands.
 """
+import csv
 import itertools
 from functools import partial
 
@@ -20,10 +21,11 @@ from model import KVCache
 LENGTHS = (1, 2, 3, 4, 6, 8, "auto")             # drafted tokens that the study tries
 
 
-def time_in_turns(contenders, rounds, device, label="timing"):
-    """Seconds of contenders {name: function without arguments}, {name: [rounds]}. The first round only warms up."""
+def time_in_turns(contenders, rounds, device, label="timing", warm_up=True):
+    """Seconds of contenders {name: function without arguments}, {name: [rounds]}. warm_up: a round before these, which
+    does not count."""
     times = {name: [] for name in contenders}
-    for i in range(rounds + 1):
+    for i in range(0 if warm_up else 1, rounds + 1):
         for name, work in contenders.items():
             start = read_clock(device)
             work()
@@ -207,7 +209,8 @@ def time_drafts(model, folder, a):
 
 
 def study_drafts(name, model, prompts, a):
-    """Every number of draft passes with every length, beside model.generate, on prompts [(1, T)]."""
+    """Every number of draft passes with every length, beside model.generate, on prompts [(1, T)]. What a round costs is
+    its time over that of a token of model.generate."""
     K = model.cfg.n_loop
     written = len(prompts) * a.max_new_tokens
     plain, _ = write(model, prompts, a)
@@ -221,17 +224,36 @@ def study_drafts(name, model, prompts, a):
         per_round = written / len(rounds)
         rows.append({**how, "tokens_per_round": per_round, "acceptance": shares, "text": verdict})
         contenders[d, n] = partial(write, model, prompts, a, **how)
-    times = time_in_turns(contenders, a.rounds, model.table.device, name)
+        progress(f"{name}: first texts, {len(rows)}/{(K - 1) * len(LENGTHS)}", False)
+    times = time_in_turns(contenders, a.rounds, model.table.device, name, warm_up=False)     # the texts did
     rate = written / float(np.median(times["plain"]))
     print(f"\n{name}: {K} passes; {written} tokens after {len(prompts)} prompts of the test text, batch 1, temperature "
           f"{a.temperature:g}, {torch.get_num_threads()} threads; {rate:.1f} tokens/s without drafting\n"
-          f"passes drafted  tokens a round  times as fast       accepted by position")
+          f"passes drafted  tokens a round  its cost  times as fast       accepted by position")
     for row in rows:
         contender = row["draft_passes"], row["draft_tokens"]
         row.update(compare(times, contender, "plain"))
-        numbers = ("{draft_passes:6d} {draft_tokens!s:>7} {tokens_per_round:15.2f}  {speed_up:.2f} [{low:.2f}, "
-                   "{high:.2f}]").format(**row)
+        row["cost"] = row["tokens_per_round"] / row["speed_up"]
+        numbers = ("{draft_passes:6d} {draft_tokens!s:>7} {tokens_per_round:15.2f} {cost:9.2f}  {speed_up:.2f} "
+                   "[{low:.2f}, {high:.2f}]").format(**row)
         by_position = " ".join(f"{share:4.0%}" for share in row["acceptance"])
         print(f"{numbers}   {by_position}   {row['text']}")
     return {"run": name, "n_loop": K, "temperature": a.temperature, "tokens": written, "plain_tokens_per_s": rate,
             "rows": rows}
+
+
+def write_drafts(path, results):
+    """results of study_drafts as a table, a line for each contender."""
+    numbers = "tokens_per_round", "cost", "speed_up", "low", "high"
+    names = "run", "temperature", "plain_tokens_per_s", "draft_passes", "draft_tokens", *numbers, "accepted"
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for run in results:
+            rate = round(run["plain_tokens_per_s"], 1)
+            for row in run["rows"]:
+                line = {**run, **row, "plain_tokens_per_s": rate}
+                for key in numbers:
+                    line[key] = round(row[key], 3)
+                line["accepted"] = " ".join(f"{share:.3f}" for share in row["acceptance"])
+                writer.writerow(line)

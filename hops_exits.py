@@ -41,7 +41,8 @@ def only_answers(rule, N):
     """The rule for the tokens that answer, of a map of N symbols; all others stay."""
     def leave(s, rows, position, at, before):
         place = position - N                     # 0, 1, 2 from a token of hops on: 1 is the start, whose next is asked
-        return rule.leave(s, rows, position, at, before) & (place >= 0) & (place % 3 == 1)
+        answers = (place >= 0) & (place % 3 == 1)
+        return answers & rule.leave(s, rows, position, at, before)
     return Rule(rule.reads, leave)
 
 
@@ -52,22 +53,27 @@ def score_answers(model, x, y):
     S, asked = model.cfg.n_loop, y >= 0
     context = model.context(x, S, None)
     at = begin(model, x, context)
-    right, doubts = [], {name: [] for name in CRITERIA}
+    right = []
+    doubts = {name: [] for name in CRITERIA}
     for s in range(S):
         before, at = at, advance(model, s, at, context)
         at.logits = read(model, s, at.state, context)
-        right.append(at.logits.argmax(-1)[asked] == y[asked])
+        answers = at.logits.argmax(-1)
+        right.append(answers[asked] == y[asked])
         for name in CRITERIA if s < S - 1 else ():
             value = doubt(name, at.logits, before.logits, at.state, before.state)
             doubts[name].append(value[asked])
-    return torch.stack(right).cpu(), {name: torch.stack(values).cpu() for name, values in doubts.items()}
+    doubts = {name: torch.stack(values).cpu() for name, values in doubts.items()}
+    return torch.stack(right).cpu(), doubts
 
 
 def answer(model, x, y, rule, N):
     """Right answers (n,) and passes (B, T) if tokens that answer leave by the rule."""
     logits, depth = run_at_once(model, x, only_answers(rule, N), "reuse")
     asked = y >= 0
-    return (logits.argmax(-1)[asked] == y[asked]).cpu(), depth
+    answers = logits.argmax(-1)
+    right = answers[asked] == y[asked]
+    return right.cpu(), depth
 
 
 @dataclass
@@ -83,45 +89,60 @@ class Test:
 def draw_test(model, meta, n, split):
     """n examples of a split, x and y (n, T)."""
     rng = np.random.default_rng((0, split == "test"))
-    examples = draw_examples(rng, n, meta, split, range(1, meta["hops"] + 1))
-    return [part.to(model.table.device) for part in inputs_and_targets(examples, meta)]
+    hops = range(1, meta["hops"] + 1)
+    examples = draw_examples(rng, n, meta, split, hops)
+    x, y = inputs_and_targets(examples, meta)
+    device = model.table.device
+    return x.to(device), y.to(device)
 
 
 def measure_rule(model, test, rule, tests, meta):
     """What a rule of exit saves and gets right, and what rules without a test get right at that cost. tests: does the
     rule pay for readouts?"""
-    asked, c, S = test.y >= 0, test.costs, model.cfg.n_loop
+    asked = test.y >= 0
+    c, S = test.costs, model.cfg.n_loop
     right, passes = answer(model, test.x, test.y, rule, meta["symbols"])
     depth = passes[asked].cpu()
     saving = saved(c, depth, tests)
-    d, share = neighbours(savings_by_depth(c, "charged"), saving["charged"])
+    savings = savings_by_depth(c, "charged")
+    d, share = neighbours(savings, saving["charged"])
     fixed = share * test.by_depth[d - 1] + (1 - share) * test.by_depth[d]
     chance = exit_chance(c, depth, saving, "charged", "reuse")
-    of_depth = torch.bincount(depth - 1, minlength=S) / len(depth)                 # share of the answers (S,)
-    random = chance * (of_depth * test.by_depth).sum() + (1 - chance) * test.by_depth[-1]
-    p = test.hops[asked].cpu()
-    by_hops = [depth[p == q].double().mean().item() for q in range(1, meta["hops"] + 1)]
-    return {"saved": saving["charged"], "full": test.by_depth[-1].item(), "accuracy": right.double().mean().item(),
-            "fixed": fixed.item(), "random": random.item(), "passes": by_hops, "first": passes[0].tolist()}
+    counts = torch.bincount(depth - 1, minlength=S)        # answers that left at each depth (S,)
+    shuffled = (counts * test.by_depth).sum() / len(depth)
+    random = chance * shuffled + (1 - chance) * test.by_depth[-1]
+    asked_for = test.hops[asked].cpu()
+    by_hops = []
+    for p in range(1, meta["hops"] + 1):
+        passes_of_p = depth[asked_for == p].double()
+        by_hops.append(passes_of_p.mean().item())
+    accuracy, full = right.double().mean(), test.by_depth[-1]
+    return {"saved": saving["charged"], "full": full.item(), "accuracy": accuracy.item(), "fixed": fixed.item(),
+            "random": random.item(), "passes": by_hops, "first": passes[0].tolist()}
 
 
 def measure_run(model, meta, n):
-    """({(criterion, aim): what measure_rule says}, right answers (S,) after each pass, the tokens (T,) of the first
-    example), on n examples of val and n of test. An aim is left out where even one pass for everybody saves less."""
-    _, doubts = score_answers(model, *draw_test(model, meta, n, "val"))
+    """({(criterion, aim): what measure_rule says}, the tokens (T,) of the first example), on n examples of val and n of
+    test. An aim is left out where even one pass for everybody saves less."""
+    x, y = draw_test(model, meta, n, "val")
+    _, doubts = score_answers(model, x, y)
     x, y = draw_test(model, meta, n, "test")
     right, _ = score_answers(model, x, y)
     hops = hops_of(x.roll(1, dims=1), meta["symbols"])                             # an answer's: two tokens before it
-    test = Test(x, y, hops, right.double().mean(1), costs(model))
+    by_depth = right.double().mean(1)
+    test = Test(x, y, hops, by_depth, costs(model))
     points = {}
     for criterion, tests in CRITERIA.items():
+        def saving(depth):
+            return saved(test.costs, depth, tests)["charged"]
         for aim in SAVED:
-            tau = calibrate(doubts[criterion], aim, lambda depth: saved(test.costs, depth, tests)["charged"])
+            tau = calibrate(doubts[criterion], aim, saving)
             if tau is not None:
-                points[criterion, aim] = measure_rule(model, test, exit_below(criterion, tau), tests, meta)
+                rule = exit_below(criterion, tau)
+                points[criterion, aim] = measure_rule(model, test, rule, tests, meta)
     knows = exit_at(hops.clamp(1, model.cfg.n_loop))
     points["oracle", None] = measure_rule(model, test, knows, False, meta)
-    return points, test.by_depth.tolist(), x[0].tolist()
+    return points, x[0].tolist()
 
 
 def in_all(runs):
@@ -135,7 +156,8 @@ def in_all(runs):
 
 def gain(points, a, b):
     """(mean, low, high) in points of 100 of what a gets right more than b."""
-    return mean_interval([100 * (point[a] - point[b]) for point in points])
+    differences = [100 * (point[a] - point[b]) for point in points]
+    return mean_interval(differences)
 
 
 def print_table(runs):
@@ -144,13 +166,16 @@ def print_table(runs):
           "gets right\nbeyond fixed depth and random exits of the same cost; then the passes used, by hops\n"
           "rule     aim   saved  lost                  beyond fixed          beyond random        1 hop, 2 hops, ..")
     for (rule, aim), points in in_all(runs).items():
-        saving = np.mean([point["saved"] for point in points])
-        pairs = ("full", "accuracy"), ("accuracy", "fixed"), ("accuracy", "random")
-        cells = ["{:5.1f} [{:5.1f}, {:5.1f}]".format(*gain(points, *pair)) for pair in pairs]
-        passes = np.mean([point["passes"] for point in points], axis=0)
-        aim = f"{aim:4.0%}" if aim else "    "
-        print(f"{rule:8s}{aim}  {saving:6.1%}  " + "  ".join(f"{cell:20s}" for cell in cells)
-              + " ".join(f"{k:5.2f}" for k in passes))
+        savings = [point["saved"] for point in points]
+        aim = f"{aim:.0%}" if aim else ""
+        line = f"{rule:8s}{aim:>4s}  {np.mean(savings):6.1%}  "
+        for more, less in (("full", "accuracy"), ("accuracy", "fixed"), ("accuracy", "random")):
+            mean, low, high = gain(points, more, less)
+            line += f"{mean:5.1f} [{low:5.1f}, {high:5.1f}]  "
+        passes = [point["passes"] for point in points]
+        for k in np.mean(passes, axis=0):
+            line += f" {k:5.2f}"
+        print(line)
 
 
 def write_csv(path, names, runs):
@@ -162,7 +187,17 @@ def write_csv(path, names, runs):
         for name, points in zip(names, runs):
             for (rule, aim), point in points.items():
                 numbers = [round(point[column], 4) for column in columns]
-                writer.writerow([name, rule, aim, *numbers, " ".join(f"{k:.2f}" for k in point["passes"])])
+                passes = " ".join(f"{k:.2f}" for k in point["passes"])
+                writer.writerow([name, rule, aim, *numbers, passes])
+
+
+def refuse(which, cfg, folder, meta):
+    """Stop where a run is none of a loop on the task."""
+    if not is_task(meta):
+        stop(f"{which}: trained on {folder.name}, and this is about the task hops: train.py --preset=hops; early_exit.py "
+             "is for text")
+    if cfg.n_loop < 2 or cfg.n_coda:
+        stop(f"{which}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no coda")
 
 
 def main(argv=None):
@@ -181,27 +216,24 @@ def main(argv=None):
         torch.set_num_threads(a.threads)
     out = Path(a.out_dir)
     check_writable("--out_dir", out)
-    runs, by_depth, shapes = [], [], []
+    device = pick_device(a.device)
+    runs, shapes = [], []
     for i, ckpt in enumerate(a.ckpt, 1):
         progress(f"run {i} of {len(a.ckpt)}", False)
-        model, state = load_model(ckpt, pick_device(a.device))
-        cfg, (folder, meta) = model.cfg, data_of(state)
-        if not is_task(meta):
-            stop(f"--ckpt {ckpt}: trained on {folder.name}, and this is about the task hops: train.py --preset=hops; "
-                 "early_exit.py is for text")
-        if cfg.n_loop < 2 or cfg.n_coda:
-            stop(f"--ckpt {ckpt}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no "
-                 "coda")
-        shapes.append((asdict(cfg), meta["hops"]))
+        model, state = load_model(ckpt, device)
+        folder, meta = data_of(state)
+        refuse(f"--ckpt {ckpt}", model.cfg, folder, meta)
+        shapes.append((asdict(model.cfg), meta["hops"]))
         if shapes[-1] != shapes[0]:
             stop(f"--ckpt {ckpt}: another shape or number of hops than {a.ckpt[0]}: give runs that differ in their seed")
-        points, accuracy, example = measure_run(model, meta, a.examples)
+        points, example = measure_run(model, meta, a.examples)
         runs.append(points)
-        by_depth.append(accuracy)
     print_table(runs)
-    text = load_tokenizer(folder).decode_tokens_bytes(example)
-    plot_hops_exits(in_all(runs), by_depth, [token.decode() for token in text], meta, out / "exits.png")
-    write_csv(out / "exits.csv", [run_folder(ckpt).name for ckpt in a.ckpt], runs)
+    tokens = load_tokenizer(folder).decode_tokens_bytes(example)
+    tokens = [token.decode() for token in tokens]
+    plot_hops_exits(in_all(runs), tokens, meta, model.cfg.n_loop, out / "exits.png")
+    names = [run_folder(ckpt).name for ckpt in a.ckpt]
+    write_csv(out / "exits.csv", names, runs)
     print(f"wrote exits.png and exits.csv to {out}")
 
 

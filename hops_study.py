@@ -5,7 +5,7 @@ to learn p hops, looped or plain?
 
     python train.py --preset=hops --seed=1 --out_dir=out/hops/looped-s1                           # 3 min on a core
     python train.py --preset=hops --n_loop=1 --n_recur=8 --seed=1 --out_dir=out/hops/plain-s1
-    python hops_study.py --ckpt out/hops/*       # tables; hops.png, hops.csv and hops.json in out/hops-study
+    python hops_study.py --ckpt out/hops/*       # tables; hops.png, staircase.png, hops.csv, hops.json
 
 Runs that differ in nothing but their seed are one group: means over seeds, with 95% t intervals.
 
@@ -26,7 +26,7 @@ from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.flags import FREE
 from lib.machine import pick_device
-from lib.plots import plot_hops, read_metrics
+from lib.plots import plot_hops, plot_staircase, read_metrics
 from lib.stats import mean_interval
 
 LEARNED = 0.95                                   # share of right answers from which a number of hops counts as learned
@@ -190,7 +190,7 @@ def main(argv=None):
     add("--examples", type=int, default=1024, help="test examples of each measurement (default: 1024)")
     add("--device", help="cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
-    add("--out_dir", default="out/hops-study", help="folder of hops.png, hops.csv, hops.json (default: out/hops-study)")
+    add("--out_dir", default="out/hops-study", help="folder of pictures and tables (default: out/hops-study)")
     args = parser.parse_args(argv)
     require_at_least(args, passes=1, hops=1, examples=1, threads=0)
     if args.hops > MAX_HOPS:
@@ -208,9 +208,13 @@ def main(argv=None):
         print_group(name, same)
     folders = {str(run_folder(ckpt)): run_folder(ckpt) for ckpt in args.ckpt}
     plot_hops(groups, folders, out / "hops.png")
+    for same in groups.values():
+        if all(run["named"] for run in same) and same[0]["n_loop"] > 1:
+            plot_staircase(same, out / "staircase.png")    # of the first looped group
+            break
     write_csv(out / "hops.csv", groups)
     write_atomic(out / "hops.json", json.dumps(groups, indent=1).encode())
-    print(f"wrote hops.png, hops.csv and hops.json to {out}")
+    print(f"wrote pictures and tables to {out}")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,8 @@ A run is a folder (--out_dir): config.json, metrics.csv, ckpt.pt, loss.png, samp
 the same command again returns at once when the folder is complete and resumes from its checkpoint when it is not.
 Batch t depends on (seed, t) only and evaluation reads fixed windows: a resumed run equals an unbroken one bit for bit.
 """
-import argparse
-import csv
-import json
 import math
 import os
-import shlex
-import shutil
 import signal
 import sys
 import time
@@ -33,17 +28,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from data.hops import MAX_HOPS, Curriculum, count_right, draw_batch, inputs_and_targets
-from data.load import batch_starts, even_starts, held_out_windows, is_task, open_data, read_windows
+from data.load import batch_starts, even_starts, held_out_windows, is_task, read_windows
 from data.prepare import load_tokenizer, token_bytes
-from lib.checkpoint import load_checkpoint, save_checkpoint
-from lib.console import duration, progress, stop
-from lib.files import read_json, write_atomic
-from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, check_same_run, config_of, flops_of, flops_with, parse, steps_of
+from lib.checkpoint import save_checkpoint
+from lib.console import stop
+from lib.flags import config_of, flops_of, flops_with, parse, steps_of
 from lib.init_from import describe_source, start_from
 from lib.machine import keep_freed_memory, peak_flops, pick_device, pick_dtype
 from lib.optim import lr_at, make_optimizers
-from lib.plots import plot_loss
-from lib.tricks import class_of_checkpoint, describe, model_class, trick_file
+from lib.run_folder import (Log, describe_run, find_run, finish, metrics_columns, open_folder, sample_answers,
+                            sample_text, say_complete)
+from lib.tricks import class_of_checkpoint, describe, model_class
 
 
 # --- evaluation ---
@@ -176,190 +171,6 @@ def agree(grads, others):
     """Are two lists of gradients the same but for rounding? In bfloat16 they differ by some percent of their length."""
     total = torch.stack([g.norm() for g in grads]).norm()
     return all((a - b).norm() <= 0.5 * a.norm() + 1e-6 * total for a, b in zip(grads, others))
-
-
-# --- what the folder of a run holds ---
-def find_run(args, explicit):
-    """What --out_dir holds already: (args, state, folder, meta). args are the flags that the run began with and those
-    that may change, state its checkpoint or None, folder and meta the corpus. args is None if the run is complete."""
-    out = Path(args.out_dir)
-    if "data" not in explicit and (out / "config.json").is_file():          # a run stays with its corpus
-        first_args = read_json(out / "config.json")["args"]
-        args.data = first_args["data"]
-        args.vocab_size = explicit.get("vocab_size", first_args["vocab_size"])
-    config_of(args, args.vocab_size or 4096)     # refuses a bad model before the corpus is prepared
-    folder, meta = open_data(args)
-    if args.raise_hops and not is_task(meta):
-        stop("--raise_hops is for the task hops: give --data=hops as well, or drop it")
-    data_sha256 = meta["splits"]["train"]["sha256"]
-    if (out / "summary.json").is_file() and not args.resume:
-        check_same_run(explicit, read_json(out / "config.json"), data_sha256, out, resume=False)
-        return None, None, folder, meta
-    ckpt = out / "ckpt.pt"
-    if not ckpt.is_file():
-        if args.resume:
-            stop(f"--resume: no checkpoint in {out}; drop the flag to start the run")
-        return args, None, folder, meta
-    state = load_checkpoint(ckpt)
-    if {"args", "optimizers", "step", "wall_s", "data_sha256"} - state.keys():
-        stop(f"{ckpt}: holds weights but no optimizer, so training cannot be resumed; choose another --out_dir")
-    if state["args"].get("trick", "") != (state.get("trick") or {}).get("file", ""):
-        stop(f"{ckpt}: its flags and its trick name different files, so it is not train.py's; nothing in it was run")
-    check_same_run(explicit, state, data_sha256, ckpt, args.resume)
-    may_change = FREE | EXTENDABLE if args.resume else FREE
-    changes = {name: explicit[name] for name in (may_change | {"trick"}) & explicit.keys()}        # a trick's path
-    if args.resume and any(explicit.get(h) for h in HORIZON):               # one horizon replaces another
-        changes.update({h: explicit.get(h, 0) for h in HORIZON})
-    resumed = {**DEFAULTS, **state["args"], **changes, "out_dir": args.out_dir}
-    return argparse.Namespace(**resumed), state, folder, meta
-
-
-def say_complete(out, args):
-    """The run is complete: what it reached, and which of its flags are not those of the command line."""
-    saved = read_json(out / "config.json")["args"]
-    val_bpb = read_json(out / "summary.json")["val_bpb"]
-    others = [f"{name}={value}" for name, value in saved.items()
-              if name not in FREE and getattr(args, name, value) != value]
-    note = f"; begun with {', '.join(others)}" if others else ""
-    print(f"{out} is complete (val {val_bpb:.4f} bits/byte{note}): nothing to do; "
-          "--resume with a longer horizon trains it further, another --out_dir starts anew")
-
-
-class Log:
-    """metrics.csv, and with each row a line of progress: speed since the row before, time to go. Rows after `step`,
-    that of the checkpoint, are dropped: the resumed run writes them again."""
-
-    def __init__(self, path, columns, step, plan, peak):
-        self.path, self.columns, self.first_step, self.plan, self.peak = path, columns, step, plan, peak
-        self.started_at, self.steps, self.seconds = time.time(), 0, 0.0            # since the row before
-        rows = []
-        if step and path.is_file():
-            with open(path, newline="", encoding="utf-8") as f:
-                rows = [row for row in csv.DictReader(f) if row["step"].isdigit() and int(row["step"]) <= step]
-        self.write(rows, mode="w")
-
-    def write(self, rows, mode="a"):
-        """Append rows; what is no column of this run is left out."""
-        with open(self.path, mode, newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, self.columns, restval="", extrasaction="ignore")
-            if mode == "w":
-                writer.writeheader()
-            writer.writerows(rows)
-
-    def add_row(self, step, numbers, val, evaluated):
-        """numbers: those of this step, val: the last evaluation, if any; evaluated: was it in this step?"""
-        plan, steps_per_s = self.plan, self.steps / self.seconds
-        speed = plan.tokens_per_step * steps_per_s
-        row = dict(numbers, step=step, tokens=step * plan.tokens_per_step, tok_per_s=round(speed))
-        self.write([{**row, **val_columns(val)} if evaluated else row])
-        eta = (time.time() - self.started_at) / (step - self.first_step) * (plan.steps - step)
-        mfu = 100 * plan.flops_per_step * steps_per_s / self.peak if self.peak else 0
-        progress(f"step {step}/{plan.steps} loss {numbers['train_loss']:.3f}"
-                 + (f" val {describe_score(val)}" if val else "") + f" {speed / 1e3:.1f}k tok/s"
-                 + (f" {mfu:.1f}% MFU" if self.peak else "") + f" ETA {duration(eta)}", keep=evaluated)
-        self.steps, self.seconds = 0, 0.0
-
-
-def metrics_columns(args, cfg, meta):
-    passes = range(1, cfg.n_loop + 1)
-    columns = "step tokens flops train_loss val_loss val_bpb lr grad_norm tok_per_s".split()
-    if args.loss == "per_loop":
-        columns += [f"val_ce_{k}" for k in passes]
-    columns += [f"val_norm_{k}" for k in passes]
-    if is_task(meta):                            # hops asked for in training; right answers by number of hops
-        columns += ["hops"] + [f"val_acc_{p}" for p in range(1, meta["hops"] + 1)]
-    return columns + ["balance", "z"] if cfg.n_expert else columns
-
-
-def val_columns(val):
-    """The columns of an evaluation, a dict as evaluate gives it."""
-    norms = {f"val_norm_{k}": length for k, length in enumerate(val["norm"], 1)}
-    losses = {f"val_ce_{k}": ce for k, ce in enumerate(val["ce"], 1)}
-    accuracy = {f"val_acc_{p}": share for p, share in enumerate(val.get("accuracy", []), 1)}
-    return {"val_loss": val["loss"], "val_bpb": val["bpb"], **norms, **losses, **accuracy}
-
-
-def describe_score(val):
-    """What an evaluation found, for a line of progress."""
-    if "accuracy" in val:
-        return "right at 1, 2, .. hops: " + " ".join(f"{share:.2f}" for share in val["accuracy"])
-    return f"{val['bpb']:.3f} bits/byte"
-
-
-def open_folder(out, identity, meta, trick, extends):
-    """Make the run folder with config.json and a copy of the trick. extends: more steps follow, so that a complete run
-    is not complete any more."""
-    about = dict(identity, val_sha256=meta["splits"]["val"]["sha256"], torch=torch.__version__,
-                 python=sys.version.split()[0], command=shlex.join(["python", *sys.argv]))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if extends:
-            (out / "summary.json").unlink(missing_ok=True)
-        write_atomic(out / "config.json", json.dumps(about, indent=1).encode())
-        if trick and trick_file(trick).parent != out.resolve():
-            shutil.copy(trick_file(trick), out)
-    except OSError as e:
-        stop(f"--out_dir={out}: cannot write there ({e.strerror}); choose another folder")
-
-
-def describe_run(args, model, plan, epoch_tokens):
-    """The lines before the first step: parameters by group, depth, FLOPs, tokens."""
-    cfg, tokens = model.cfg, plan.steps * plan.tokens_per_step
-    epochs = tokens / epoch_tokens
-    counts = model.param_counts(cfg)
-    groups = " + ".join(f"{name} {n / 1e6:.2f}M" for name, n in counts.items())
-    active = sum(model.param_counts(cfg, active=True).values())
-    print(f"{groups} = {sum(counts.values()) / 1e6:.2f}M parameters"
-          + (f", {active / 1e6:.2f}M active" if cfg.n_expert else ""))
-    print(f"{cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} = {cfg.depth()} layers deep, "
-          f"{plan.flops_per_step / plan.tokens_per_step / 1e6:.1f} MFLOPs/token"
-          + (f"; {args.trick}" if args.trick else ""))
-    print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({epochs:.2f} epochs), "
-          f"{'at most ' if args.raise_passes else ''}{plan.steps * plan.flops_per_step:.2e} FLOPs")
-
-
-def sample_text(args, model, encoding):
-    """200 tokens that the model writes after <|endoftext|>."""
-    start = torch.tensor([[encoding.eot_token]], device=model.table.device)
-    generator = torch.Generator(device=model.table.device).manual_seed(args.seed)
-    ids = model.generate(start, min(200, model.cfg.block_size), temperature=0.8, top_k=50, generator=generator)
-    return encoding.decode([t for t in ids[0].tolist() if t != encoding.eot_token])
-
-
-@torch.no_grad()
-def sample_answers(model, encoding, folder, meta):
-    """The first held-out example of the task hops with the model's answers: "2 hops: ac" if it says that 2 hops from a
-    end at c."""
-    x, y = held_out_windows(folder, meta, "val", [0], model.cfg.block_size)
-    logits, _ = model(x.to(model.table.device), y.to(model.table.device))
-    answers = logits.argmax(-1).cpu()
-    asked = y >= 0                               # where the next token is an answer
-    example = torch.where(asked.roll(1, dims=1), answers.roll(1, dims=1), x)
-    n_right = int((answers == y).sum())
-    return f"{encoding.decode(example[0].tolist())}\n{n_right} of {meta['queries']} right\n"
-
-
-def finish(args, model, sample, val, plan, spent):
-    """Sample, plot and, last, summary.json: the row that fit_law.py collects, and the sign that the run is complete."""
-    out, cfg, tokens = Path(args.out_dir), model.cfg, plan.steps * plan.tokens_per_step
-    write_atomic(out / "sample.txt", sample.encode())
-    active = model.param_counts(cfg, active=True)          # what the law counts: the experts that work on a token
-    summary = dict(run=out.name, seed=args.seed, n_loop=cfg.n_loop, n_prelude=cfg.n_prelude, n_recur=cfg.n_recur,
-                   n_coda=cfg.n_coda, n_embd=cfg.n_embd, n_expert=cfg.n_expert, inject=cfg.inject,
-                   trick=f"{Path(args.trick).stem} {args.trick_args}".strip(),     # with other options another trick
-                   n_once=active["once"], n_rec=active["recurrent"] + active["injection"],
-                   n_total=sum(model.param_counts(cfg).values()), tokens=tokens,
-                   flops=spent["flops"], val_loss=val["loss"], val_bpb=val["bpb"],
-                   wall_s=round(spent["wall_s"], 1), tok_per_s=round(tokens / spent["wall_s"], 1),
-                   val_ce=val["ce"], val_norm=val["norm"])
-    if "accuracy" in val:
-        summary["val_acc"] = val["accuracy"]
-    plot_loss(out, f"{out.name}: {cfg.n_prelude} + {cfg.n_loop} x {cfg.n_recur} + {cfg.n_coda} layers, "
-                   f"{describe_score(val)}")
-    write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
-    score = describe_score(val) if "accuracy" in val else f"{val['bpb']:.4f} bits/byte"
-    print(f"\n{sample[:400]}\n\nval {val['loss']:.4f} nats/token, {score}; "
-          f"{tokens / 1e6:.2f}M tokens in {duration(spent['wall_s'])}; {out}/ holds loss.png, sample.txt, metrics.csv, ckpt.pt")
 
 
 def stop_diverged(what, step, ckpt_path):

@@ -102,8 +102,8 @@ READOUT = dict(block_size=256, n_prelude=0, n_coda=0, n_loop=4, inject="none", l
                data="wikitext103-20000", optimizer="adamw", learning_rate=3e-4, embed_lr=1, weight_decay=0.01,
                beta2=0.999, schedule="constant", warmup_steps=0, eval_interval=2000, eval_tokens=2 ** 18)
 HOPS = dict(n_embd=64, head_dim=64, block_size=32, n_prelude=0, n_recur=2, n_coda=0, n_loop=6, inject="none",
-            loop_norm=False, data="hops", raise_hops=0.1, raise_passes=True, batch_size=64, schedule="wsd",
-            max_steps=1200, eval_tokens=16384)
+            loop_norm=False, data="hops", raise_hops=0.1, raise_passes=True, batch_size=64, max_steps=1200,
+            weight_decay=0.3, schedule="wsd", eval_tokens=16384)
 PRESETS = {
     "pocket": dict(max_steps=600),
     "hops": HOPS,

@@ -282,31 +282,51 @@ def frontier_title(results):
 
 
 def plot_drafts(results, path):
-    """results: what early_exit.py --draft_study writes to draft_study.json; a panel for each run."""
-    n = len(results)
-    fig, axes = pyplot().subplots(1, n, figsize=(1 + 5 * n, 4.6), sharey=True, squeeze=False)
-    titles = []
-    for axis, run in zip(axes[0], results):
-        K = run["n_loop"]
-        for d in range(1, K):
-            colour = f"C{d - 1}"
-            rows = [row for row in run["rows"] if row["draft_passes"] == d]
-            middle = values(rows, "speed_up")
-            below = middle - values(rows, "low")
-            above = values(rows, "high") - middle
-            lengths = [str(row["draft_tokens"]) for row in rows]
-            axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
-            *numbers, auto = lengths
-            axis.plot(numbers, middle[:-1], color=colour, label=f"drafts of {d} of {K} passes")
-        axis.axhline(1, **GREY)
-        name = run["run"]
-        finish(axis, name, "tokens drafted at a time", "")
-        best = max(values(run["rows"], "speed_up"))
-        titles.append(f"{name} {best:.2f}")
-    first = axes[0, 0]
-    first.set_ylabel("tokens per second, in units of plain decoding")
-    fig.suptitle(f"how many times as fast as plain decoding, at best: {', '.join(titles)}")
+    """results: what early_exit.py --draft_study writes to draft_study.json; a row of panels for each temperature, a
+    panel for each run."""
+    temperatures = sorted({run["temperature"] for run in results})
+    n_rows = len(temperatures)
+    n = len(results) // n_rows
+    fig, axes = pyplot().subplots(n_rows, n, figsize=(2 + 4.3 * n, 1 + 3.4 * n_rows), sharex=True, sharey=True,
+                                  squeeze=False)
+    best = dict.fromkeys(temperatures, 0)
+    for axis, run in zip(axes.flat, results):
+        t = run["temperature"]
+        fastest = draw_drafts(axis, run)
+        best[t] = max(best[t], fastest)
+        how = f"temperature {t:g}" if t else "greedy"
+        name = run["run"].replace("_", " ")
+        axis.set_title(f"{name}, {how}")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens drafted at a time")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("times as fast as plain decoding")
+    axes[0, 0].legend()
+    gains = [f"{best[t]:.2f} times as fast " + (f"at temperature {t:g}" if t else "when greedy") for t in temperatures]
+    fig.suptitle(f"The loop drafts for itself, and loses nothing: at best {', '.join(gains)}", fontsize=14)
     save(fig, path)
+
+
+def draw_drafts(axis, run):
+    """How many times as fast drafts of each length and number of passes are, with quartiles; returns the best."""
+    K = run["n_loop"]
+    for d in range(1, K):
+        colour = f"C{d - 1}"
+        rows = [row for row in run["rows"] if row["draft_passes"] == d]
+        middle = values(rows, "speed_up")
+        below = middle - values(rows, "low")
+        above = values(rows, "high") - middle
+        lengths = [str(row["draft_tokens"]) for row in rows]
+        axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
+        *numbers, auto = lengths
+        axis.plot(numbers, middle[:-1], color=colour, label=f"drafted with {d} of {K} passes")
+    axis.axhline(1, **GREY)
+    fastest = max(run["rows"], key=lambda row: row["speed_up"])
+    speed_up = fastest["speed_up"]
+    axis.annotate(f"{speed_up:.2f}", (str(fastest["draft_tokens"]), fastest["high"]), (0, 4), ha="center",
+                  textcoords="offset points", weight="bold")
+    axis.margins(y=0.15)                         # room for that number
+    return speed_up
 
 
 def plot_readout(cells, folders, title, path):
@@ -374,11 +394,42 @@ def plot_hops(groups, folders, path):
     save(fig, path)
 
 
+def plot_staircase(runs, path):
+    """runs: hops_study.study_run of each seed of one looped model. What its readout names after each pass, and how many
+    answers are right after each: the picture of the README."""
+    first = runs[0]
+    H, K = first["hops"], first["n_loop"]
+    fig, (name_axis, pass_axis) = pyplot().subplots(1, 2, figsize=(13, 5))
+    named = [run["named"] for run in runs]
+    named = np.mean(named, axis=0)[:K, 1:]       # the start itself is no step
+    name_axis.imshow(named.T, vmin=0, vmax=1, origin="lower", cmap="Blues", extent=(0.5, K + 0.5, 0.5, H + 0.5))
+    for (k, step), share in np.ndenumerate(named):
+        if share >= 0.05:
+            name_axis.text(k + 1, step + 1, f"{share:.0%}", ha="center", va="center", color="w" if share > 0.5 else "k")
+    name_axis.grid(False)
+    name_axis.set(title=f"asked for {H} hops: which step of the way the model names",
+                  xlabel="after this many passes", ylabel="step of the way")
+    accuracy = [run["accuracy"] for run in runs]
+    accuracy = np.mean(accuracy, axis=0)[:K, :H]           # (passes, hops)
+    passes = np.arange(K) + 1
+    for p, shade in enumerate(pyplot().cm.viridis(np.linspace(0, 0.9, H)), 1):
+        pass_axis.plot(passes, accuracy[:, p - 1], "o-", color=shade)
+        label = "1 hop" if p == 1 else f"{p} hops"
+        rise = accuracy[max(p - 2, 0):p, p - 1].mean()     # beside the line where it rises
+        pass_axis.annotate(label, (max(p - 0.5, 1), rise), xytext=(-8, 0), textcoords="offset points", ha="right",
+                           va="center", color=shade)
+    pass_axis.set(title="so a question for p hops takes p passes", xlabel="passes of the loop", xlim=(0.4, K + 0.2),
+                  ylim=(0, 1.04), ylabel="share of right answers")
+    seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
+    fig.suptitle(f"Each pass of the loop follows one more link of the chain ({seeds})", fontsize=14)
+    save(fig, path)
+
+
 def draw_passes(axis, accuracy, H, shades):
     """Mean and range over seeds of accuracy (seeds, passes, hops), a line for each number of hops; trained: up to H."""
     passes = np.arange(accuracy.shape[1]) + 1
     for p, shade in enumerate(shades, 1):
-        style = {"color": shade, "label": f"{p} hops"}
+        style = {"color": shade, "label": "1 hop" if p == 1 else f"{p} hops"}
         if p > H:
             style = {"color": "0.6", "ls": ":"}
         seeds = accuracy[:, :, p - 1]
@@ -402,13 +453,14 @@ def draw_learning(axis, evaluations, shades):
     """Right answers of one run by training FLOPs, from its metrics; named in the legend once."""
     is_first = not axis.lines
     for p, shade in enumerate(shades, 1):
-        label = f"{p} hops" if is_first else None
+        label = None
+        if is_first:
+            label = "1 hop" if p == 1 else f"{p} hops"
         axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
 
 
-def plot_hops_exits(points, by_depth, tokens, meta, path):
-    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}, by_depth (runs, passes): right answers
-    after as many passes for everybody; tokens: the texts of an example."""
+def plot_hops_exits(points, tokens, meta, n_passes, path):
+    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}; tokens: the texts of an example."""
     fig, (cost_axis, hops_axis, text_axis) = pyplot().subplots(1, 3, figsize=(17, 4.8))
     savings = {}
     for (rule, aim), same in points.items():
@@ -420,22 +472,27 @@ def plot_hops_exits(points, by_depth, tokens, meta, path):
     for i, (rule, rows) in enumerate(savings.items()):
         saving, lost, random, fixed = np.array(rows).T
         if rule == "oracle":
-            cost_axis.plot(saving, lost, "*", color="C3", ms=12, label="who knows the hops")
+            cost_axis.plot(saving, lost, "*", color="k", ms=12, label="p passes for p hops")
             continue
         cost_axis.plot(saving, lost, "o-", color=f"C{i}", label=rule)
         if rule == "change":
             cost_axis.plot(saving, fixed, ":", color="0.4", label="fixed depth, same cost")
             cost_axis.plot(saving, random, "--", color="0.4", label="random exits, same cost")
-    finish(cost_axis, "what exits cost", "FLOPs of the answers saved, tests charged", "right answers lost, of 100")
+    at_aim = []
+    for rule in ("change", "entropy"):
+        for saving, lost, _, _ in savings.get(rule, [])[2:3]:
+            at_aim.append(f"{rule} loses {lost:.1f}")
+    finish(cost_axis, "of 100 answers, at 30% saved: " + ", ".join(at_aim), "FLOPs of the answers saved, tests charged",
+           "right answers lost, of 100")
     cost_axis.xaxis.set_major_formatter("{x:.0%}")
     hops = range(1, meta["hops"] + 1)
     for i, rule in enumerate(savings):
         same = points.get((rule, 0.3), [])
         if same:
             hops_axis.plot(hops, np.mean([run["passes"] for run in same], axis=0), "o-", color=f"C{i}", label=rule)
-    hops_axis.plot(hops, hops, color="C3", lw=1, label="as many as hops")
-    finish(hops_axis, "passes used, where 30% is saved", "hops asked for", "passes")
-    draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, len(by_depth[0]))
+    hops_axis.plot(hops, hops, color="k", lw=1, label="p passes for p hops")
+    finish(hops_axis, "passes used, at 30% saved", "hops asked for", "mean passes")
+    draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, n_passes)
     save(fig, path)
 
 
@@ -456,7 +513,7 @@ def draw_example(axis, tokens, same, meta, n_passes):
                   bbox={"facecolor": shades[k - 1], "edgecolor": "none", "pad": 3})
         word = "pass" if k == 1 else "passes"
         axis.text(0.52, y, f"after {k} {word}", fontsize=10, va="top", transform=axis.transAxes)
-    axis.set_title("an example, change at 30%")
+    axis.set_title("an example: when each answer left (change, at 30%)")
 
 
 def plot_starts(rows, path):

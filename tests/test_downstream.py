@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import downstream as D
-from lib import tasks
 import train as T
+from data.load import open_data
 from data.prepare import load_tokenizer
+from lib import tasks
 from lib.checkpoint import load_model
 from model import Config, LoopedLM
 
@@ -378,7 +379,7 @@ def test_list_needs_no_checkpoint(capsys):
 def test_lm_eval_generation_is_greedy_and_stops(trained):
     pytest.importorskip("lm_eval")
     model, state = load_model(trained)
-    encoding = load_tokenizer(T.open_data(SimpleNamespace(**state["args"]))[0])
+    encoding = load_tokenizer(open_data(SimpleNamespace(**state["args"]))[0])
     prompt = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary("abc")]])
     plain = encoding.decode(model.generate(prompt, 12, temperature=0, n_loop=2)[0, prompt.size(1):].tolist())
     assert len(plain) > 3

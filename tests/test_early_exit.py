@@ -1,5 +1,6 @@
 """exits.py and early_exit.py against a reference that recomputes the whole prefix, teacher forcing, plain generation,
 torch's FLOP counter, and its properties."""
+import csv
 import json
 import math
 from dataclasses import asdict
@@ -483,14 +484,22 @@ def test_acceptance_by_position():
 
 def test_study_of_drafting(folder, tmp_path, capsys):
     a, b = folder("a", **PLAIN), folder("b", **dict(CODA, n_loop=2))
-    X.main(["--ckpt", a, b, "--draft_study", "--rounds=1", "--max_new_tokens=6", "--device=cpu",
+    X.main(["--ckpt", a, b, "--draft_study", "--rounds=1", "--max_new_tokens=6", "--temperature=0.8", "--device=cpu",
             f"--out_dir={tmp_path / 'both'}"])
     results = json.loads((tmp_path / "both" / "draft_study.json").read_text())
     assert (tmp_path / "both" / "draft_study.png").stat().st_size > 20_000
-    assert [len(r["rows"]) for r in results] == [2 * len(S.LENGTHS), len(S.LENGTHS)]
-    assert all(row["text"] == "the same text" and row["low"] <= row["speed_up"] <= row["high"]
-               for r in results for row in r["rows"])
+    assert [(r["run"], r["temperature"]) for r in results] == [("a", 0), ("b", 0), ("a", 0.8), ("b", 0.8)]
+    assert [len(r["rows"]) for r in results] == 2 * [2 * len(S.LENGTHS), len(S.LENGTHS)]
+    rows = [row for r in results for row in r["rows"]]
+    assert all(row["text"] == "the same text" for r in results[:2] for row in r["rows"])
+    assert all(row["low"] <= row["speed_up"] <= row["high"] for row in rows)
     assert "accepted by position" in capsys.readouterr().out
+    with open(tmp_path / "both" / "draft_study.csv", encoding="utf-8") as f:
+        table = list(csv.DictReader(f))
+    assert [line["run"] for line in table] == [r["run"] for r in results for _ in r["rows"]]
+    for line, row in zip(table, rows, strict=True):
+        assert (line["draft_passes"], line["draft_tokens"]) == (str(row["draft_passes"]), str(row["draft_tokens"]))
+        assert float(line["cost"]) * float(line["speed_up"]) == pytest.approx(row["tokens_per_round"], rel=2e-3)
 
 
 def test_forced_savings_are_timed(folder, tmp_path):

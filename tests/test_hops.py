@@ -14,13 +14,12 @@ import torch
 
 import hops_study as S
 import train as T
-from conftest import ROOT
 from data import hops as H
 from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, main as prepare_main, prepare_hops, token_bytes
 from lib.checkpoint import load_model
 from model import LoopedLM
-from test_train import equal, interrupt_at, losses, rows, stops, weights
+from test_train import equal, losses, rows, stops, weights
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +412,7 @@ def test_the_study_of_two_groups(flags, tmp_path, capsys, monkeypatch):
     with open(tmp_path / "study" / "hops.csv", newline="") as f:
         table = list(csv.DictReader(f))
     assert len(table) == (5 + 5 + 1) * 6 and (tmp_path / "study" / "hops.png").is_file()
+    assert (tmp_path / "study" / "staircase.png").is_file()
 
 
 def test_the_study_refuses_text(tiny, tmp_path, capsys):

@@ -8,6 +8,7 @@ import torch
 
 import train as T
 from conftest import tiny_flags
+from data.load import open_data
 from data.prepare import prepare
 from lib import init_from as I
 from lib import tricks
@@ -288,7 +289,7 @@ def test_every_trick_can_be_retrofitted(plain, tiny, tmp_path):
     """From the plain model: what the trick adds is as drawn from scratch, the backbone is carried over."""
     for file in sorted((T.Path(T.__file__).parent / "tricks").glob("*.py")):
         args = T.parse(flags_after(plain, tiny, f"--trick={file}", "--n_loop=2", "--n_recur=2"))[0]
-        folder, meta = T.open_data(args)
+        folder, meta = open_data(args)
         torch.manual_seed(args.seed)
         first = tricks.model_class(args.trick)(T.config_of(args, meta["vocab_size"]))
         torch.manual_seed(args.seed)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import moe
 import train as T
+from data.load import open_data
 from lib.checkpoint import load_model
 from model import Config, KVCache, LoopedLM
 from test_model import tokens
@@ -395,7 +396,7 @@ def short_run(width, rate, steps, corpus, flags):
     args, _ = T.parse([f"--n_embd={width}", f"--learning_rate={rate}", f"--data={corpus}", "--head_dim=32",
                        "--block_size=32", "--n_prelude=0", "--n_coda=0", "--n_recur=2", "--inject=none",
                        "--n_loop=2", "--loop_norm=false", "--n_expert=4", "--embed_lr=1", *flags])
-    folder, meta = T.open_data(args)
+    folder, meta = open_data(args)
     torch.manual_seed(0)
     model = LoopedLM(T.config_of(args, meta["vocab_size"]))
     optimizers, losses, size = T.make_optimizers(model, args), [], {}

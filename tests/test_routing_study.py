@@ -7,6 +7,7 @@ import torch
 
 import routing_study
 import train as T
+from data.load import open_data
 from lib.checkpoint import load_model
 from test_moe import choices
 from test_train import train
@@ -55,7 +56,7 @@ def test_study_of_a_run(capsys, tiny, tmp_path):
         assert result[key]["low"] <= result[key]["nats"] <= result[key]["high"]
     assert result["reuse_pass_1"]["nats"] != 0
     model, _ = load_model(tmp_path / "run")              # the loss is that of the plain model
-    folder, meta = T.open_data(T.parse(tiny())[0])
+    folder, meta = open_data(T.parse(tiny())[0])
     lengths = T.token_bytes(T.load_tokenizer(folder))
     assert result["loss"] == pytest.approx(T.evaluate(model, folder, meta, 1024, 8, lengths)["loss"], abs=1e-5)
 

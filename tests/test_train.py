@@ -20,9 +20,10 @@ import torch
 import early_exit
 import train as T
 from conftest import ROOT
+from data.load import open_data
 from lib import optim
 from lib.checkpoint import data_of, load_model
-from lib.flags import PRESETS
+from lib.flags import DEFAULTS, PRESETS
 from model import Config, LoopedLM
 
 
@@ -160,7 +161,7 @@ def test_contradicting_flags_are_an_error(tiny, tmp_path, capsys):
 def test_evaluation_is_deterministic_and_independent_of_batch_size(tiny, tmp_path, corpus):
     train(tiny())
     model, _ = load_model(tmp_path / "run")
-    folder, meta = T.open_data(T.parse(tiny())[0])
+    folder, meta = open_data(T.parse(tiny())[0])
     lengths = T.token_bytes(T.load_tokenizer(folder))
     a, b, c = (T.evaluate(model, folder, meta, 1000, size, lengths) for size in (4, 4, 16))
     assert a == b
@@ -171,7 +172,7 @@ def test_evaluation_equals_a_plain_sum_over_tokens(tiny, tmp_path):
     """Nats per token and bits per byte by hand, one window at a time; the reported loss carries no penalty."""
     train(tiny("--loss=per_loop", "--norm_penalty=1", "--loop_norm=false"))
     model, _ = load_model(tmp_path / "run")
-    folder, meta = T.open_data(T.parse(tiny())[0])
+    folder, meta = open_data(T.parse(tiny())[0])
     encoding, ids = T.load_tokenizer(folder), np.fromfile(folder / "val.bin", dtype="uint16").astype(int)
     available, n = (len(ids) - 1) // 32, 1000 // 32
     nats, text = 0.0, b""
@@ -322,7 +323,7 @@ def test_the_help_says_that_the_balance_loss_is_per_micro_batch(capsys):
 def test_default_flags_equal_the_model_config():
     for name, value in vars(Config()).items():
         if name not in ("vocab_size", "n_head"):
-            assert T.DEFAULTS[name] == value, name
+            assert DEFAULTS[name] == value, name
 
 
 def test_presets_are_what_the_papers_say(capsys):
@@ -706,8 +707,8 @@ def outcome(flags, folder, capsys):
 @pytest.mark.slow
 def test_no_flag_is_dead(tiny, tmp_path, capsys):
     """A run of 3 steps under each flag differs from the same run without it; every field of Config is a flag."""
-    assert EFFECT.keys() | ELSEWHERE == T.DEFAULTS.keys() and not EFFECT.keys() & ELSEWHERE
-    assert {f.name for f in fields(Config)} <= T.DEFAULTS.keys()
+    assert EFFECT.keys() | ELSEWHERE == DEFAULTS.keys() and not EFFECT.keys() & ELSEWHERE
+    assert {f.name for f in fields(Config)} <= DEFAULTS.keys()
     short, plain, dead = ("--max_steps=3", "--eval_interval=3", "--warmup_steps=1", "--eval_tokens=128"), {}, []
     for flag, line in [*EFFECT.items(), *MORE]:
         value, *needs = line.split()
