@@ -206,7 +206,7 @@ def main(argv=None):
     parser.error = misused
     add = parser.add_argument
     add("--ckpt", nargs="+", required=True, help="run folders of one shape, other seeds, of train.py --preset=hops")
-    add("--examples", type=int, default=1024, help="examples of val, and of test (default: 1024)")
+    add("--examples", type=int, default=512, help="examples of val, and of test (default: 512)")
     add("--device", help="cuda, mps or cpu (default: the first of them that is there)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
     add("--out_dir", default="out/hops-exits", help="folder of exits.png and exits.csv (default: out/hops-exits)")

@@ -5,7 +5,7 @@ to learn p hops, looped or plain?
 
     python train.py --preset=hops --seed=1 --out_dir=out/hops/looped-s1                           # 3 min on a core
     python train.py --preset=hops --n_loop=1 --n_recur=8 --seed=1 --out_dir=out/hops/plain-s1
-    python hops_study.py --ckpt out/hops/*       # tables; hops.png, staircase.png, hops.csv, hops.json
+    python hops_study.py --ckpt out/hops/*       # tables, and pictures in out/hops-study
 
 Runs that differ in nothing but their seed are one group: means over seeds, with 95% t intervals.
 
@@ -26,7 +26,7 @@ from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.flags import FREE
 from lib.machine import pick_device
-from lib.plots import plot_hops, plot_staircase, read_metrics
+from lib.plots import plot_hops, plot_learning, plot_staircase, read_metrics
 from lib.stats import mean_interval
 
 LEARNED = 0.95                                   # share of right answers from which a number of hops counts as learned
@@ -119,22 +119,38 @@ def study_run(ckpt, n_passes, beyond, n, device, seed=0):
 
 
 # --- groups of runs ---
+WORDS = {"raise_passes": "growing", "sample_loops": "sampled depth"}               # flags in the name of a group
+
+
 def group_runs(runs):
     """{name: [runs]}: those that differ in their seed only. The name says the shape, and what else differs between the
     groups."""
-    in_shape = ("n_prelude", "n_loop", "n_recur", "n_coda")
     differing = []
     for flag in runs[0]["flags"]:
         values = {str(run["flags"].get(flag)) for run in runs}
-        if len(values) > 1 and flag not in ("seed", *in_shape):
+        if len(values) > 1 and flag not in ("seed", "n_prelude", "n_loop", "n_recur", "n_coda"):
             differing.append(flag)
     groups = {}
     for run in runs:
         flags = run["flags"]
-        name = "{n_prelude} + {n_loop} x {n_recur} + {n_coda}".format(**flags)
-        name += "".join(f" {flag}={flags.get(flag)}" for flag in differing)
-        groups.setdefault(name, []).append(run)
+        parts = [shape_name(**flags)]
+        for flag in differing:
+            value = flags.get(flag)
+            if flag not in WORDS:
+                parts.append(f"{flag} {value}")
+            elif value and flags["n_loop"] > 1:            # of the passes of a loop
+                parts.append(WORDS[flag])
+        groups.setdefault(", ".join(parts), []).append(run)
     return groups
+
+
+def shape_name(n_prelude, n_loop, n_recur, n_coda, **_):
+    """A shape in words."""
+    around = n_prelude + n_coda
+    if n_loop == 1:
+        return f"{around + n_recur} layers, no loop"
+    name = f"{n_loop} passes of {n_recur} layers"
+    return f"{name}, {around} around" if around else name
 
 
 def flops_to_learn(runs, p):
@@ -207,7 +223,8 @@ def main(argv=None):
     for name, same in groups.items():
         print_group(name, same)
     folders = {str(run_folder(ckpt)): run_folder(ckpt) for ckpt in args.ckpt}
-    plot_hops(groups, folders, out / "hops.png")
+    plot_hops(groups, out / "hops.png")
+    plot_learning(groups, folders, out / "learning.png")
     for same in groups.values():
         if all(run["named"] for run in same) and same[0]["n_loop"] > 1:
             plot_staircase(same, out / "staircase.png")    # of the first looped group

@@ -364,33 +364,44 @@ def plot_readout(cells, folders, title, path):
     save(fig, path)
 
 
-def plot_hops(groups, folders, path):
-    """groups {name: [hops_study.study_run of each seed]}, folders {run: its folder}. A row of pictures for each group:
-    right answers against passes, what the state names, right answers against training FLOPs."""
-    n = len(groups)
-    fig, axes = pyplot().subplots(n, 3, figsize=(16, 4.4 * n), squeeze=False)
-    for name, row in zip(groups, axes):
-        pass_axis, name_axis, flops_axis = row
-        runs = groups[name]
+def plot_hops(groups, path):
+    """groups {name: [hops_study.study_run of each seed]}. A row of pictures for each looped group: right answers against
+    passes, and what the state names."""
+    looped = {name: runs for name, runs in groups.items() if runs[0]["n_loop"] > 1}
+    if not looped:
+        return
+    fig, axes = pyplot().subplots(len(looped), 2, figsize=(12, 4.4 * len(looped)), squeeze=False)
+    for (name, runs), (pass_axis, name_axis) in zip(looped.items(), axes):
         first = runs[0]
         H = first["hops"]
         accuracy = [run["accuracy"] for run in runs]
         accuracy = np.array(accuracy)            # (seeds, passes, hops)
-        P = accuracy.shape[2]
-        shades = pyplot().cm.viridis(np.linspace(0, 0.9, P))
+        shades = pyplot().cm.viridis(np.linspace(0, 0.9, accuracy.shape[2]))
         draw_passes(pass_axis, accuracy, H, shades)
         pass_axis.axvline(first["n_loop"], **GREY)
+        pass_axis.set_ylim(0, 1.02)
         finish(pass_axis, name, "passes (grey: as trained; dotted: hops not trained)", "share of right answers")
         named = [run["named"] for run in runs if run["named"]]
         if named:
             draw_names(name_axis, np.mean(named, axis=0))
         name_axis.set(title=f"asked for {H} hops: what the readout names")
-        for run in runs:
-            _, evaluations = read_metrics(folders[run["run"]])
-            draw_learning(flops_axis, evaluations, shades[:H])
-        finish(flops_axis, "learning, each seed", "training FLOPs", "share of right answers")
-        for axis in (pass_axis, flops_axis):
-            axis.set_ylim(0, 1.02)
+    save(fig, path)
+
+
+def plot_learning(groups, folders, path):
+    """groups as in plot_hops, folders {run: its folder}: right answers for the most hops, and for half as many, against
+    training FLOPs, a line for each seed."""
+    H = min(run["hops"] for runs in groups.values() for run in runs)
+    fig, axes = pyplot().subplots(1, 2, figsize=(13, 4.8), sharey=True)
+    for axis, p in zip(axes, (max(1, H // 2), H)):
+        for i, (name, runs) in enumerate(groups.items()):
+            for run in runs:
+                _, rows = read_metrics(folders[run["run"]])
+                label = name if run is runs[0] else None
+                axis.plot(rows["flops"], rows[f"val_acc_{p}"], color=f"C{i}", lw=1.2, label=label)
+        axis.set_xscale("log")
+        finish(axis, f"asked for {p} hops" if p > 1 else "asked for 1 hop", "training FLOPs", "share of right answers")
+    fig.suptitle("what it takes to learn them: a line for each seed")
     save(fig, path)
 
 
@@ -447,16 +458,6 @@ def draw_names(axis, named):
     axis.figure.colorbar(image)
     axis.set(xlabel="after pass", ylabel="steps from the start")
     axis.grid(False)
-
-
-def draw_learning(axis, evaluations, shades):
-    """Right answers of one run by training FLOPs, from its metrics; named in the legend once."""
-    is_first = not axis.lines
-    for p, shade in enumerate(shades, 1):
-        label = None
-        if is_first:
-            label = "1 hop" if p == 1 else f"{p} hops"
-        axis.plot(evaluations["flops"], evaluations[f"val_acc_{p}"], color=shade, lw=1, label=label)
 
 
 def plot_hops_exits(points, tokens, meta, n_passes, path):

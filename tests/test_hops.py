@@ -402,7 +402,7 @@ def test_the_study_of_two_groups(flags, tmp_path, capsys, monkeypatch):
     S.main(["--ckpt", *folders, "--passes=5", "--hops=6", "--examples=50", "--threads=1",
             f"--out_dir={tmp_path / 'study'}"])
     told = capsys.readouterr().out
-    assert "0 + 4 x 2 + 0: 2 seeds" in told and "0 + 1 x 8 + 0: 1 seeds" in told and "2 of 2 seeds learned" in told
+    assert "4 passes of 2 layers: 2 seeds" in told and "8 layers, no loop: 1 seed" in told and "2 of 2 seeds learned" in told
     groups = json.loads((tmp_path / "study" / "hops.json").read_text())
     looped, plain = groups.values()
     assert np.shape(looped[0]["accuracy"]) == (5, 6) and np.shape(plain[0]["accuracy"]) == (1, 6)
@@ -412,7 +412,7 @@ def test_the_study_of_two_groups(flags, tmp_path, capsys, monkeypatch):
     with open(tmp_path / "study" / "hops.csv", newline="") as f:
         table = list(csv.DictReader(f))
     assert len(table) == (5 + 5 + 1) * 6 and (tmp_path / "study" / "hops.png").is_file()
-    assert (tmp_path / "study" / "staircase.png").is_file()
+    assert (tmp_path / "study" / "staircase.png").is_file() and (tmp_path / "study" / "learning.png").is_file()
 
 
 def test_the_study_refuses_text(tiny, tmp_path, capsys):
