@@ -21,7 +21,7 @@ from scipy.stats import t
 
 from lib.console import add_command, misused, stop
 from lib.plots import plot_starts
-from runs import load_runs, nominal_budgets, select
+from runs import load_runs, read_rows, select
 from verdict import seed_noise
 
 BUDGET = 9.6e12                                  # training FLOPs in all
@@ -70,14 +70,16 @@ def cmd_plan(args):
 
 # --- what came out ---
 def compare(runs, base):
-    """{(source, share of the budget in it, passes, how): differences in nats (seeds,) from scratch}. runs: table of the
-    second part, base: of the baseline."""
+    """{(source, share of the budget in it, passes, how): differences in nats (seeds,) from scratch}. runs: rows of
+    text with those of the second part, base: table of the baseline."""
     at_budget = np.isclose(base["flops"], BUDGET, rtol=0.01) & (base["n_embd"] == WIDTH)
     scratch = select(base, at_budget)
     losses = dict(zip(zip(scratch["n_loop"], scratch["seed"]), scratch["val_loss"]))
     found = {}
-    for name, flops, loss in zip(runs["run"], runs["flops"], runs["val_loss"]):
-        match = NAME.fullmatch(str(name))
+    for row in runs:
+        name = row["run"]
+        flops, loss = float(row["flops"]), float(row["val_loss"])
+        match = NAME.fullmatch(name)
         if not match:                            # one to start from
             continue
         source, percent, r, how, seed = match.groups()
@@ -92,23 +94,26 @@ def compare(runs, base):
 
 def cmd_show(args):
     """The table of differences, and start.png."""
-    runs, base = load_runs(args.runs), load_runs(args.baseline)
-    base["budget"] = nominal_budgets(base["flops"])
+    names, rows = read_rows(args.runs, "give a table made by `fit_law.py collect`")
+    missing = {"run", "flops", "val_loss"} - set(names)
+    if missing:
+        stop(f"{args.runs} lacks the column {missing.pop()}: give a table made by `fit_law.py collect`")
+    base = load_runs(args.baseline)
     noise, spare = seed_noise(base)
     quantile = t.ppf(0.975, spare)
     print(f"loss at {BUDGET:g} FLOPs in all, less that from scratch with as many passes, paired by seed\n"
           f"95% intervals from the noise between seeds, sd {noise:.3f} nats ({spare} degrees of freedom)\n"
           "from    until   to      how     seeds   nats")
-    rows = []
-    for (source, share, r, how), differences in sorted(compare(runs, base).items()):
+    shown = []
+    for (source, share, r, how), differences in sorted(compare(rows.values(), base).items()):
         n = len(differences)
         mean = np.mean(differences)
         half = quantile * noise * (2 / n) ** 0.5  # of two runs, each with its own noise
-        rows.append(dict(source=source, share=share, r=r, how=how, mean=mean, half=half))
+        shown.append(dict(source=source, share=share, r=r, how=how, mean=mean, half=half))
         print(f"{source:8s}{share:4.0%}    r = {r}   {how:8s}{n:3d}     {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]")
-    if not rows:
+    if not shown:
         stop(f"{args.runs} has no run of the second part: `start_study.py plan then` prints their commands")
-    plot_starts(rows, args.plot)
+    plot_starts(shown, args.plot)
     print(f"wrote {args.plot}")
 
 
