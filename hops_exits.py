@@ -162,16 +162,18 @@ def gain(points, a, b):
 
 def print_table(runs):
     """A line for each rule and aim: means over the runs."""
-    print(f"\n{len(runs)} runs. Right answers lost, in points of 100, against all passes for everybody; then what the rule "
+    n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    print(f"\n{n_runs}. Right answers lost, in points of 100, against all passes for everybody; then what the rule "
           "gets right\nbeyond fixed depth and random exits of the same cost; then the passes used, by hops\n"
-          "rule     aim   saved  lost                  beyond fixed          beyond random        1 hop, 2 hops, ..")
+          "rule     aim   saved   lost                  beyond fixed          beyond random         1 hop, 2 hops, ..")
     for (rule, aim), points in in_all(runs).items():
         savings = [point["saved"] for point in points]
         aim = f"{aim:.0%}" if aim else ""
         line = f"{rule:8s}{aim:>4s}  {np.mean(savings):6.1%}  "
         for more, less in (("full", "accuracy"), ("accuracy", "fixed"), ("accuracy", "random")):
             mean, low, high = gain(points, more, less)
-            line += f"{mean:5.1f} [{low:5.1f}, {high:5.1f}]  "
+            interval = f"[{low:5.1f}, {high:5.1f}]" if len(runs) > 1 else ""
+            line += f"{mean:5.1f} {interval:16s}"
         passes = [point["passes"] for point in points]
         for k in np.mean(passes, axis=0):
             line += f" {k:5.2f}"
