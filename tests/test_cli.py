@@ -34,6 +34,7 @@ SHORT = {"train.py": ["--max_steps=2", "--eval_tokens=512", "--n_embd=64", "--ba
          "bench.py": ["--rounds=1", "--n_embd=64", "--batch_size=1", "--block_size=32"], "routing_study.py": ["--tokens=512"],
          "early_exit.py": ["--tokens=256", "--rounds=1", "--max_new_tokens=8", "--device=cpu"],
          "downstream.py": ["--limit=2", "--eval_tokens=512", "--device=cpu"], "hops_study.py": ["--examples=64", "--device=cpu"],
+         "hops_exits.py": ["--examples=32", "--device=cpu"],
          "sample.py": ["--max_new_tokens=8", "--device=cpu"],
          "readout_study.py": ["--cells", "perloop-norm", "--seeds", "1", "--tokens=256"]}
 
@@ -52,9 +53,9 @@ QUICK = ("train.py -h", "--trick=", "fit_law.py fit", "--lemmas", "downstream.py
 def test_readme_command(command, run, tmp_path):
     script, *flags = shlex.split(command)[1:]
     trains = script == "train.py" and flags not in (["--list_presets"], ["-h"])
-    needed = re.findall(r"out/\w+", command)     # the runs it looks at, made by the commands above it
+    needed = re.findall(r"out/[\w/]+", command)     # the runs it looks at, made by the commands above it
     if trains:
-        needed = re.findall(r"--init_from=(out/\w+)", command)
+        needed = re.findall(r"--init_from=(out/[\w/]+)", command)
     for folder in needed if script != "fit_law.py" else []:
         made = next((c for c in PYTHON if c.endswith(f"--out_dir={folder}")), f"python train.py --out_dir={folder}")
         window = ["--block_size=128"] * ("hops" not in made)       # the task hops has one of its own
@@ -76,8 +77,8 @@ def test_readme_command(command, run, tmp_path):
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["tokens"] > 0
 
 
-@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "hops_study", "readout_study", "routing_study",
-                                    "sample", "sweep"])
+@pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "hops_exits", "hops_study", "readout_study",
+                                    "routing_study", "sample", "sweep"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
     parts = {"fit_law": ["sweep", "optima", "verdict"], "early_exit": ["exit_speed"]}.get(script, [])

@@ -300,7 +300,7 @@ def test_resumed_run_equals_unbroken_one_bit_for_bit(flags, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_two_processes_train_the_same_run(flags, tmp_path, torchrun):
-    line = ("--raise_hops=4.4", "--grad_accum=2", "--eval_interval=2")
+    line = ("--raise_hops=4.4", "--raise_passes", "--grad_accum=2", "--eval_interval=2")
     train(flags(*line, out="one"))
     torchrun(*flags(*line, out="two"))
     for a, b in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
