@@ -336,10 +336,11 @@ def train(args, explicit):
             optimizer.zero_grad(set_to_none=True)
         if uses_bias:
             model.rebalance(load)
-        if args.raise_hops:
+        if args.raise_hops and settings["n_loop"] >= min(curriculum.hops, cfg.n_loop):     # enough passes to answer all
             curriculum.update(train_loss, args.raise_hops, meta["hops"])
         step += 1
-        flops += flops_with(settings, args, cfg) * plan.tokens_per_step
+        step_flops = flops_with(settings, args, cfg) * plan.tokens_per_step
+        flops += step_flops
         seconds = time.perf_counter() - tick
         wall_s += seconds
 
@@ -353,7 +354,7 @@ def train(args, explicit):
             if not math.isfinite(val["loss"]):
                 stop_diverged("the validation loss", step, ckpt_path)
         if master:
-            log.steps, log.seconds = log.steps + 1, log.seconds + seconds
+            log.steps, log.seconds, log.flops = log.steps + 1, log.seconds + seconds, log.flops + step_flops
             if evaluates or step % args.log_interval == 0:
                 numbers = dict(flops=flops, train_loss=train_loss, grad_norm=grad_norm, lr=lr, balance=balance, z=z,
                                hops=curriculum.hops if args.raise_hops else meta.get("hops"))

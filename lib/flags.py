@@ -174,8 +174,7 @@ def complete(line):
     trick = model_class(a["trick"], a["trick_args"])
     if a["sample_loops"] and trick.schedule.__func__ is not LoopedLM.schedule.__func__:
         stop(f"--sample_loops: the schedule of {a['trick']} sets the passes of a step, too; drop the flag")
-    if a["raise_passes"] and a["n_loop"] > 1:
-        check_raise_passes(a, trick)
+    check_raise_passes(a)
     for name, value in trick.requires.items():
         if name not in DEFAULTS:
             stop(f"--trick={a['trick']}: requires {name}, which is no flag of train.py")
@@ -207,8 +206,11 @@ def complete(line):
     return argparse.Namespace(**a)
 
 
-def check_raise_passes(a, trick):
+def check_raise_passes(a):
     """Refuse the flags that set the passes of a step as well, or that count on them. a: all flags by name."""
+    if not a["raise_passes"] or a["n_loop"] == 1:
+        return
+    trick = model_class(a["trick"], a["trick_args"])
     if not a["raise_hops"]:
         stop("--raise_passes goes by the hops of --raise_hops: give that as well, or --raise_passes=false")
     if a["sample_loops"] or trick.schedule.__func__ is not LoopedLM.schedule.__func__:

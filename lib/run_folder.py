@@ -18,7 +18,7 @@ from data.load import held_out_windows, is_task, open_data
 from lib.checkpoint import load_checkpoint
 from lib.console import duration, progress, stop
 from lib.files import read_json, write_atomic
-from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, check_same_run, config_of
+from lib.flags import DEFAULTS, EXTENDABLE, FREE, HORIZON, check_raise_passes, check_same_run, config_of
 from lib.plots import plot_loss
 from lib.tricks import trick_file
 
@@ -37,6 +37,9 @@ def find_run(args, explicit):
     folder, meta = open_data(args)
     if args.raise_hops and not is_task(meta):
         stop("--raise_hops is for the task hops: give --data=hops as well, or drop it")
+    if args.raise_passes and args.n_loop > max(1, meta.get("hops", 0)):
+        stop(f"--n_loop={args.n_loop}: with --raise_passes and {meta['hops']} hops no more passes than these are trained; "
+             f"give --n_loop={meta['hops']}, or --raise_passes=false")
     data_sha256 = meta["splits"]["train"]["sha256"]
     if summary.is_file() and not args.resume:
         saved = read_json(config)
@@ -62,6 +65,7 @@ def find_run(args, explicit):
     if args.resume and any(horizons):            # one horizon replaces another
         changes.update(zip(HORIZON, horizons))
     resumed = {**DEFAULTS, **state["args"], **changes, "out_dir": args.out_dir}
+    check_raise_passes(resumed)
     return argparse.Namespace(**resumed), state, folder, meta
 
 
@@ -115,7 +119,7 @@ def describe_run(args, model, plan, epoch_tokens):
     tokens = plan.steps * plan.tokens_per_step
     epochs = tokens / epoch_tokens
     flops = plan.steps * plan.flops_per_step
-    at_most = "at most " if args.raise_passes else ""
+    at_most = "at most " if args.raise_passes and cfg.n_loop > 1 else ""
     print(f"{plan.steps} steps x {plan.tokens_per_step} = {tokens / 1e6:.2f}M tokens ({epochs:.2f} epochs), "
           f"{at_most}{flops:.2e} FLOPs")
 
@@ -128,7 +132,7 @@ class Log:
     def __init__(self, path, columns, step, plan, peak):
         self.path, self.columns, self.plan, self.peak = path, columns, plan, peak
         self.first_step, self.started_at = step, time.time()
-        self.steps, self.seconds = 0, 0.0        # since the row before
+        self.steps, self.seconds, self.flops = 0, 0.0, 0.0         # since the row before
         rows = []
         if step and path.is_file():
             with open(path, newline="", encoding="utf-8") as f:
@@ -157,12 +161,12 @@ class Log:
             line += f" val {describe_score(val)}"
         line += f" {speed / 1e3:.1f}k tok/s"
         if self.peak:
-            mfu = plan.flops_per_step * steps_per_s / self.peak
+            mfu = self.flops / self.seconds / self.peak
             line += f" {100 * mfu:.1f}% MFU"
         s_per_step = (time.time() - self.started_at) / (step - self.first_step)
         eta = s_per_step * (plan.steps - step)
         progress(f"{line} ETA {duration(eta)}", keep=evaluated)
-        self.steps, self.seconds = 0, 0.0
+        self.steps, self.seconds, self.flops = 0, 0.0, 0.0
 
 
 def metrics_columns(args, cfg, meta):
