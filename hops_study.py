@@ -115,7 +115,13 @@ def study_run(ckpt, n_passes, beyond, n, device, seed=0):
     return {"run": str(run), "flags": flags, "hops": H, "n_loop": cfg.n_loop,
             "in_blocks": counts["once"] + counts["recurrent"] + counts["injection"], "accuracy": accuracy,
             "named": named_steps(model, meta, n_passes, n, seed),
-            "learned_at": [learned_at(run, p) for p in range(1, H + 1)]}
+            "learned_at": [learned_at(run, p) for p in range(1, H + 1)], "asked": most_asked(run)}
+
+
+def most_asked(folder):
+    """The most hops that training asked for: where a curriculum was stuck, fewer than the task has."""
+    table, _ = read_metrics(folder)
+    return int(table["hops"].max())
 
 
 # --- groups of runs ---
@@ -195,6 +201,31 @@ def write_csv(path, groups):
                         writer.writerow([name, run["run"], run["flags"]["seed"], k, p, round(share, 4)])
 
 
+def write_learned(path, groups):
+    """One row for each run: the most hops that training asked for, the FLOPs after which 1, 2, .. hops were learned
+    (empty: never), and the share of readouts that name step k after pass k."""
+    H = max(run["hops"] for runs in groups.values() for run in runs)
+    hops = range(1, H + 1)
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f)
+        writer.writerow(["group", "run", "seed", "in_blocks", "asked", *[f"learned_{p}" for p in hops],
+                         *[f"names_{k}" for k in hops]])
+        for name, runs in groups.items():
+            for run in runs:
+                learned = [f"{flops:.3g}" if flops else "" for flops in run["learned_at"]]
+                named = []
+                for k, shares in enumerate(run["named"] or [], 1):
+                    if k < len(shares):
+                        named.append(round(shares[k], 4))
+                writer.writerow([name, run["run"], run["flags"]["seed"], run["in_blocks"], run["asked"],
+                                 *fill(learned, H), *fill(named, H)])
+
+
+def fill(cells, n):
+    """The cells, and empty ones up to n."""
+    return [*cells, *[""] * (n - len(cells))]
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,6 +261,7 @@ def main(argv=None):
             plot_staircase(same, out / "staircase.png")    # of the first looped group
             break
     write_csv(out / "hops.csv", groups)
+    write_learned(out / "learned.csv", groups)
     write_atomic(out / "hops.json", json.dumps(groups, indent=1).encode())
     print(f"wrote pictures and tables to {out}")
 

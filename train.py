@@ -106,8 +106,8 @@ def loops_at(seed, step, n_loop):
 
 
 def settings_at(step, args, model, max_steps, hops):
-    """How a step runs the model: arguments of LoopedLM.forward. A trick's schedule may change n_loop and bptt. hops: the
-    most that the step asks for, of the task hops."""
+    """How a step runs the model: arguments of LoopedLM.forward. A trick's schedule may change n_loop and bptt. hops:
+    the most that the step asks for, of the task hops."""
     n_loop = model.cfg.n_loop
     if args.sample_loops:
         n_loop = loops_at(args.seed, step, n_loop)
@@ -204,8 +204,8 @@ def start_process(args, explicit, world):
 
 
 def restore(state, model, optimizers, plan, ckpt_path):
-    """Put the state of a checkpoint back into model and optimizers; returns its step, and the seconds and FLOPs spent so
-    far."""
+    """Put the state of a checkpoint back into model and optimizers; returns its step, and the seconds and FLOPs spent
+    so far."""
     if state["step"] > plan.steps:
         stop(f"{ckpt_path} is at step {state['step']}, past the {plan.steps} steps asked for: give a longer horizon")
     model.load_state_dict(state["model"])

@@ -7,9 +7,9 @@ that is N tokens that each stand for a pair x>f(x), in random order, then for ea
 one for the answer, f applied p times to s. Only answers count in the loss and in every evaluation. f is a random
 permutation, so that all answers are equally likely at every p. A random map has fewer and fewer images as it is
 repeated: whoever follows it for 4 hops can answer 86% of the questions for 6, of a permutation 63% (40,000 maps). But
-f^p(s) = s where p is a multiple of the length of the cycle of s, so the start itself is the answer with a probability of
-d / N, d the number of divisors of p up to N: 1/8 for one hop, 4/8 for six. Training examples follow from (seed, step)
-and are never stored; a hash of f says whether it is for train, val or test.
+f^p(s) = s where p is a multiple of the length of the cycle of s, so the start itself is the answer with a probability
+of d / N, d the number of divisors of p up to N: 1/8 for one hop, 4/8 for six. Training examples follow from (seed,
+step) and are never stored; a hash of f says whether it is for train, val or test.
 
 Shapes: n examples, N symbols, Q queries, T = N + 3 Q tokens of an example.
 """

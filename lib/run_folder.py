@@ -1,7 +1,7 @@
 """
 The folder of a run: what it holds before the first step and after the last, and the lines printed on the way.
-config.json says what the run is, metrics.csv how it went; summary.json, the row that fit_law.py collects, comes last and
-is the sign that the run is complete.
+config.json says what the run is, metrics.csv how it went; summary.json, the row that fit_law.py collects, comes last
+and is the sign that the run is complete.
 """
 import argparse
 import csv
@@ -38,7 +38,7 @@ def find_run(args, explicit):
     if args.raise_hops and not is_task(meta):
         stop("--raise_hops is for the task hops: give --data=hops as well, or drop it")
     if args.raise_passes and args.n_loop > max(1, meta.get("hops", 0)):
-        stop(f"--n_loop={args.n_loop}: with --raise_passes and {meta['hops']} hops no more passes than these are trained; "
+        stop(f"--n_loop={args.n_loop}: with --raise_passes and {meta['hops']} hops no more than that are trained; "
              f"give --n_loop={meta['hops']}, or --raise_passes=false")
     data_sha256 = meta["splits"]["train"]["sha256"]
     if summary.is_file() and not args.resume:

@@ -270,6 +270,28 @@ def test_passes_rise_with_the_hops_and_their_flops_are_charged(flags, tmp_path, 
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["flops"] == pytest.approx(spent[-1])
 
 
+def test_only_steps_with_enough_passes_count_for_the_curriculum(flags, tmp_path, monkeypatch):
+    """With sampled depth a step may run fewer passes than hops: its loss says nothing of what has been learned."""
+    counted, seen, original = [], [], T.settings_at
+    monkeypatch.setattr(H.Curriculum, "update", lambda self, *a: counted.append(len(seen) - 1))
+
+    def watching(*a):
+        seen.append(original(*a)["n_loop"])
+        return original(*a)
+    monkeypatch.setattr(T, "settings_at", watching)
+    monkeypatch.setattr(T, "Curriculum", lambda: H.Curriculum(hops=3))
+    train(flags("--raise_hops=4.4", "--sample_loops", "--n_loop=3"))
+    assert counted == [step for step, passes in enumerate(seen) if passes >= 3] and 0 < len(counted) < len(seen)
+
+
+def test_a_resumed_run_cannot_get_around_a_refusal(flags, capsys):
+    line = flags("--raise_hops=4.4", "--raise_passes")
+    train(line)
+    longer = [f for f in line if not f.startswith(("--preset", "--max_steps", "--raise_passes"))]
+    assert "--max_steps" in stops([*longer, "--block_size=32", "--resume", "--max_flops=1e12"], capsys)
+    assert "--n_loop=4" in stops(flags("--raise_hops=4.4", "--raise_passes", "--n_loop=5", out="more"), capsys)
+
+
 @pytest.mark.parametrize("step, hops", [(6, 1), (10, 3)])
 def test_resumed_run_equals_unbroken_one_bit_for_bit(flags, tmp_path, monkeypatch, step, hops):
     """What is asked next depends on the losses so far: broken off while their mean falls, and between two hops."""
@@ -295,7 +317,8 @@ def test_resumed_run_equals_unbroken_one_bit_for_bit(flags, tmp_path, monkeypatc
     assert equal(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
     assert losses(tmp_path / "straight") == losses(tmp_path / "broken")
     for column in ("hops", "flops"):
-        assert [row[column] for row in rows(tmp_path / "straight")] == [row[column] for row in rows(tmp_path / "broken")]
+        straight, broken = rows(tmp_path / "straight"), rows(tmp_path / "broken")
+        assert [row[column] for row in straight] == [row[column] for row in broken]
 
 
 @pytest.mark.slow
@@ -413,6 +436,9 @@ def test_the_study_of_two_groups(flags, tmp_path, capsys, monkeypatch):
         table = list(csv.DictReader(f))
     assert len(table) == (5 + 5 + 1) * 6 and (tmp_path / "study" / "hops.png").is_file()
     assert (tmp_path / "study" / "staircase.png").is_file() and (tmp_path / "study" / "learning.png").is_file()
+    with open(tmp_path / "study" / "learned.csv", newline="") as f:
+        table = list(csv.DictReader(f))
+    assert len(table) == 3 and {row["asked"] for row in table} == {"4"} and table[2]["names_2"] == "" != table[0]["names_2"]
 
 
 def test_the_study_refuses_text(tiny, tmp_path, capsys):
