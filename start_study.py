@@ -5,7 +5,7 @@ compared with models trained from scratch for the same FLOPs in all, 9.6e12.
 
     python start_study.py plan first > out/first.sh
     python start_study.py plan then > out/then.sh
-    python sweep.py run out/first.sh && python sweep.py run out/then.sh      # 38 runs, 25 min on two idle cores
+    python sweep.py run out/first.sh && python sweep.py run out/then.sh      # 38 runs, 40 min on two cores
     python fit_law.py collect out/start/*-s* > results/start_runs.csv
     python start_study.py show                                               # the table below, and start.png
 

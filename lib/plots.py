@@ -166,14 +166,19 @@ def plot_verdicts(rows, path):
     ticks = [t for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2) if axis.get_xlim()[0] < t < axis.get_xlim()[1]]
     axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
     axis.minorticks_off()
-    axis.set(yticks=range(len(rows)), yticklabels=[row["trick"] for row in rows], ylim=(-0.7, len(rows) - 0.4))
+    tricks, names = [row["trick"] for row in rows], []
+    for row in rows:
+        seeds = "1 seed" if row["seeds"] == "1" else f"{row['seeds']} seeds"
+        twice = tricks.count(row["trick"]) > 1   # from two tables
+        names.append(f"{row['trick']}, {seeds}" if twice else row["trick"])
+    axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(-0.7, len(rows) - 0.4))
     axis.plot([], [], "o-", color="C0", lw=3, label="saves compute")
     axis.plot([], [], "o-", color="C3", lw=3, label="costs compute")
     axis.plot([], [], "o-", color="0.55", lw=3, label="not decided")
     axis.plot([], [], "o-", color="0.75", mfc="white", mec="0.5", label="the same trick in the plain model, r = 1")
     fig.legend(loc="outside lower center", ncols=4)
     better = sum(row["decided"] == "better" for row in rows)
-    finish(axis, f"{better} of {len(rows)} tricks make a looped model cheaper to train",
+    finish(axis, f"{better} of {len(rows)} verdicts: the trick makes a looped model cheaper to train",
            "compute multiplier: FLOPs the loop without it needs for the same loss (95% interval)", "")
     save(fig, path)
 
