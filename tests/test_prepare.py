@@ -454,7 +454,7 @@ def test_a_thread_that_dies_ends_the_work_and_leaves_the_old_corpus(sotu, tmp_pa
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from data import encode, prepare
 encode.CHUNK = 1
 original = encode.encode_document
@@ -462,6 +462,7 @@ def slow(*a):
     time.sleep(0.05)
     return original(*a)
 encode.encode_document = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)       # a job in the background is born without it
 prepare.main(sys.argv[1:])
 """
 
