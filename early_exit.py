@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from data.load import even_starts, is_task, read_windows
 from data.prepare import load_tokenizer, token_bytes
 from draft import check_drafting
-from exit_cost import Costs, calibrate, costs, exit_chance, first_below, neighbours, saved, savings_by_depth
+from exit_cost import Costs, calibrate, costs, exit_chance, first_below, fixed_depth, random_exits, saved
 from exit_speed import study_drafts, time_drafts, time_prompts, time_schedules, write_drafts
 from exits import CRITERIA, begin, doubt, exit_at, exit_below, jsd, n_stages, read, score_at_once, score_by_step
 from lib.checkpoint import data_of, load_model, run_folder
@@ -192,8 +192,7 @@ def measure_point(test, depth, nats, random, saving, way):
     c, interval = test.costs, test.interval
     ce = test.scores["ce"]
     full = ce[-1]
-    d, share = neighbours(savings_by_depth(c, way), saving[way])
-    fixed = share * ce[d - 1] + (1 - share) * ce[d]
+    fixed = fixed_depth(c, ce, saving, way)
     mean = nats.double().mean().item()
     return {"saved": saving, "depth": depth.double().mean().item(), **in_units(mean, test.bytes_per_token),
             "lost": interval(nats - full), "random": interval(random - full), "fixed": interval(fixed - full),
@@ -216,9 +215,7 @@ def trace_frontier(test, calibration, criterion, way):
         depth = first_below(test.scores[criterion], tau)
         nats = ce.gather(0, depth[None] - 1)[0]
         saving = saved(c, depth, tests)
-        chance = exit_chance(c, depth, saving, way, "reuse")
-        share = torch.bincount(depth - 1, minlength=len(ce)) / len(depth)          # of each depth (S,)
-        random = chance * (share[:, None] * ce).sum(0) + (1 - chance) * ce[-1]     # its expectation, no draw needed
+        random = random_exits(c, ce, depth, saving, way)
         point.update(measure_point(test, depth, nats, random, saving, way))
     return points
 

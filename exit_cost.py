@@ -1,6 +1,6 @@
 """
-What exits save: FLOPs per token, three ways to count them, the threshold that saves so much, and the baselines that cost
-as much.
+What exits save: FLOPs per token, three ways to count them, the threshold that saves so much, and the baselines that
+cost as much.
 """
 from dataclasses import dataclass
 
@@ -69,6 +69,21 @@ def exit_chance(c, depth, saving, way, kv):
     if at_chance_1 <= 0:
         return 0.0
     return max(0.0, min(1.0, saving[way] / at_chance_1))
+
+
+def fixed_depth(c, by_depth, saving, way):
+    """What a fixed depth that saves as much gets, of by_depth (S, ..), what 1 .. S stages for every token get."""
+    d, share = neighbours(savings_by_depth(c, way), saving[way])
+    return share * by_depth[d - 1] + (1 - share) * by_depth[d]
+
+
+def random_exits(c, by_depth, depth, saving, way, kv="reuse"):
+    """What random exits that save as much are expected to get, no draw needed: by_depth as above, depth (N,) of the
+    exits."""
+    chance = exit_chance(c, depth, saving, way, kv)
+    share = torch.bincount(depth - 1, minlength=len(by_depth)) / len(depth)        # of each depth (S,)
+    shuffled = torch.tensordot(share.to(by_depth.dtype), by_depth, 1)
+    return chance * shuffled + (1 - chance) * by_depth[-1]
 
 
 def first_below(score, tau):

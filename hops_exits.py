@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 from data.hops import draw_examples, hops_of, inputs_and_targets
-from data.load import is_task
 from data.prepare import load_tokenizer
-from exit_cost import Costs, calibrate, costs, exit_chance, neighbours, saved, savings_by_depth
+from exit_cost import Costs, calibrate, costs, fixed_depth, random_exits, saved
 from exits import CRITERIA, Rule, advance, begin, doubt, exit_at, exit_below, read, run_at_once
-from lib.checkpoint import data_of, load_model, run_folder
+from lib.checkpoint import load_on_task, run_folder
 from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable
 from lib.machine import pick_device
@@ -86,7 +85,7 @@ class Test:
     costs: Costs
 
 
-def draw_test(model, meta, n, split):
+def draw_split(model, meta, n, split):
     """n examples of a split, x and y (n, T)."""
     rng = np.random.default_rng((0, split == "test"))
     hops = range(1, meta["hops"] + 1)
@@ -100,17 +99,12 @@ def measure_rule(model, test, rule, tests, meta):
     """What a rule of exit saves and gets right, and what rules without a test get right at that cost. tests: does the
     rule pay for readouts?"""
     asked = test.y >= 0
-    c, S = test.costs, model.cfg.n_loop
+    c = test.costs
     right, passes = answer(model, test.x, test.y, rule, meta["symbols"])
     depth = passes[asked].cpu()
     saving = saved(c, depth, tests)
-    savings = savings_by_depth(c, "charged")
-    d, share = neighbours(savings, saving["charged"])
-    fixed = share * test.by_depth[d - 1] + (1 - share) * test.by_depth[d]
-    chance = exit_chance(c, depth, saving, "charged", "reuse")
-    counts = torch.bincount(depth - 1, minlength=S)        # answers that left at each depth (S,)
-    shuffled = (counts * test.by_depth).sum() / len(depth)
-    random = chance * shuffled + (1 - chance) * test.by_depth[-1]
+    fixed = fixed_depth(c, test.by_depth, saving, "charged")
+    random = random_exits(c, test.by_depth, depth, saving, "charged")
     asked_for = test.hops[asked].cpu()
     by_hops = []
     for p in range(1, meta["hops"] + 1):
@@ -124,9 +118,9 @@ def measure_rule(model, test, rule, tests, meta):
 def measure_run(model, meta, n):
     """({(criterion, aim): what measure_rule says}, the tokens (T,) of the first example), on n examples of val and n of
     test. An aim is left out where even one pass for everybody saves less."""
-    x, y = draw_test(model, meta, n, "val")
+    x, y = draw_split(model, meta, n, "val")
     _, doubts = score_answers(model, x, y)
-    x, y = draw_test(model, meta, n, "test")
+    x, y = draw_split(model, meta, n, "test")
     right, _ = score_answers(model, x, y)
     hops = hops_of(x.roll(1, dims=1), meta["symbols"])                             # an answer's: two tokens before it
     by_depth = right.double().mean(1)
@@ -193,15 +187,6 @@ def write_csv(path, names, runs):
                 writer.writerow([name, rule, aim, *numbers, passes])
 
 
-def refuse(which, cfg, folder, meta):
-    """Stop where a run is none of a loop on the task."""
-    if not is_task(meta):
-        stop(f"{which}: trained on {folder.name}, and this is about the task hops: train.py --preset=hops; early_exit.py "
-             "is for text")
-    if cfg.n_loop < 2 or cfg.n_coda:
-        stop(f"{which}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no coda")
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -222,18 +207,21 @@ def main(argv=None):
     runs, shapes = [], []
     for i, ckpt in enumerate(a.ckpt, 1):
         progress(f"run {i} of {len(a.ckpt)}", False)
-        model, state = load_model(ckpt, device)
-        folder, meta = data_of(state)
-        refuse(f"--ckpt {ckpt}", model.cfg, folder, meta)
-        shapes.append((asdict(model.cfg), meta["hops"]))
+        model, _, folder, meta = load_on_task(ckpt, device)
+        cfg = model.cfg
+        if cfg.n_loop < 2 or cfg.n_coda:
+            stop(f"--ckpt {ckpt}: {cfg.n_loop} passes and {cfg.n_coda} coda layers, but exits here need a loop and no "
+                 "coda")
+        shapes.append((asdict(cfg), meta["hops"]))
         if shapes[-1] != shapes[0]:
-            stop(f"--ckpt {ckpt}: another shape or number of hops than {a.ckpt[0]}: give runs that differ in their seed")
+            stop(f"--ckpt {ckpt}: another shape or number of hops than {a.ckpt[0]}: give runs that differ in their "
+                 "seed")
         points, example = measure_run(model, meta, a.examples)
         runs.append(points)
     print_table(runs)
     tokens = load_tokenizer(folder).decode_tokens_bytes(example)
     tokens = [token.decode() for token in tokens]
-    plot_hops_exits(in_all(runs), tokens, meta, model.cfg.n_loop, out / "exits.png")
+    plot_hops_exits(in_all(runs), AIM, tokens, meta, cfg.n_loop, out / "exits.png")
     names = [run_folder(ckpt).name for ckpt in a.ckpt]
     write_csv(out / "exits.csv", names, runs)
     print(f"wrote exits.png and exits.csv to {out}")

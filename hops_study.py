@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from data.hops import MAX_HOPS, count_right, draw_examples, hops_of, inputs_and_targets
-from data.load import is_task
-from lib.checkpoint import data_of, load_model, run_folder
+from lib.checkpoint import load_on_task, run_folder
 from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.flags import FREE
@@ -97,10 +96,7 @@ def learned_at(folder, p):
 
 def study_run(ckpt, n_passes, beyond, n, device, seed=0):
     """All numbers of one run, as plain Python. beyond: hops to ask for in the test of extrapolation."""
-    model, state = load_model(ckpt, device)
-    folder, meta = data_of(state)
-    if not is_task(meta):
-        stop(f"--ckpt {ckpt}: trained on {folder.name}, but this study is about the task hops: train.py --preset=hops")
+    model, state, _, meta = load_on_task(ckpt, device)
     cfg, H = model.cfg, meta["hops"]
     n_passes = max(n_passes, cfg.n_loop)         # those it was trained with are always measured
     if cfg.n_loop == 1:                          # a plain model has never seen what a second pass makes of its state

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from data.load import open_data
+from data.load import is_task, open_data
 from lib.console import stop
 from lib.tricks import class_of_checkpoint
 from model import Config
@@ -70,3 +70,12 @@ def data_of(state):
         stop(f"{folder}: not the text that the checkpoint was trained on, so its tokens would mean something else; "
              f"prepare that text again, or train anew")
     return folder, meta
+
+
+def load_on_task(path, device):
+    """(model, checkpoint, folder of the data, its meta.json) of a run on the task hops. Refuses one on text."""
+    model, state = load_model(path, device)
+    folder, meta = data_of(state)
+    if not is_task(meta):
+        stop(f"--ckpt {path}: trained on {folder.name}, but this study is about the task hops: train.py --preset=hops")
+    return model, state, folder, meta

@@ -44,6 +44,10 @@ def read_metrics(folder):
     return rows, rows[~np.isnan(rows["val_loss"])]
 
 
+def hops_text(p):
+    return "1 hop" if p == 1 else f"{p} hops"
+
+
 def plot_loss(out, title):
     batches, evaluations = read_metrics(out)
     hops = [name for name in evaluations.dtype.names if name.startswith("val_acc_")]
@@ -55,7 +59,7 @@ def plot_loss(out, title):
     axis.plot(evaluations["tokens"] / 1e6, evaluations["val_loss"], "C0o-", label="validation")
     finish(axis, title, "tokens seen (millions)", "loss (nats per token)")
     for p, name in enumerate(hops, 1):
-        hops_axis.plot(evaluations["tokens"] / 1e6, evaluations[name], "o-", label=f"{p} hops")
+        hops_axis.plot(evaluations["tokens"] / 1e6, evaluations[name], "o-", label=hops_text(p))
     if hops:
         hops_axis.set_ylim(0, 1.02)
         finish(hops_axis, "maps it was not trained on", "tokens seen (millions)", "share of right answers")
@@ -370,8 +374,8 @@ def plot_readout(cells, folders, title, path):
 
 
 def plot_hops(groups, path):
-    """groups {name: [hops_study.study_run of each seed]}. A row of pictures for each looped group: right answers against
-    passes, and what the state names."""
+    """groups {name: [hops_study.study_run of each seed]}. A row of pictures for each looped group: right answers
+    against passes, and what the state names."""
     looped = {name: runs for name, runs in groups.items() if runs[0]["n_loop"] > 1}
     if not looped:
         return
@@ -405,7 +409,7 @@ def plot_learning(groups, folders, path):
                 label = name if run is runs[0] else None
                 axis.plot(rows["flops"], rows[f"val_acc_{p}"], color=f"C{i}", lw=1.2, label=label)
         axis.set_xscale("log")
-        finish(axis, f"asked for {p} hops" if p > 1 else "asked for 1 hop", "training FLOPs", "share of right answers")
+        finish(axis, f"asked for {hops_text(p)}", "training FLOPs", "share of right answers")
     fig.suptitle("what it takes to learn them: a line for each seed")
     save(fig, path)
 
@@ -430,7 +434,7 @@ def plot_staircase(runs, path):
     passes = np.arange(K) + 1
     for p, shade in enumerate(pyplot().cm.viridis(np.linspace(0, 0.9, H)), 1):
         pass_axis.plot(passes, accuracy[:, p - 1], "o-", color=shade)
-        label = "1 hop" if p == 1 else f"{p} hops"
+        label = hops_text(p)
         rise = accuracy[max(p - 2, 0):p, p - 1].mean()     # beside the line where it rises
         pass_axis.annotate(label, (max(p - 0.5, 1), rise), xytext=(-8, 0), textcoords="offset points", ha="right",
                            va="center", color=shade)
@@ -445,7 +449,7 @@ def draw_passes(axis, accuracy, H, shades):
     """Mean and range over seeds of accuracy (seeds, passes, hops), a line for each number of hops; trained: up to H."""
     passes = np.arange(accuracy.shape[1]) + 1
     for p, shade in enumerate(shades, 1):
-        style = {"color": shade, "label": "1 hop" if p == 1 else f"{p} hops"}
+        style = {"color": shade, "label": hops_text(p)}
         if p > H:
             style = {"color": "0.6", "ls": ":"}
         seeds = accuracy[:, :, p - 1]
@@ -465,11 +469,12 @@ def draw_names(axis, named):
     axis.grid(False)
 
 
-def plot_hops_exits(points, tokens, meta, n_passes, path):
-    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}; tokens: the texts of an example."""
+def plot_hops_exits(points, aim, tokens, meta, n_passes, path):
+    """points {(rule, aim): [what hops_exits.measure_rule says of each run]}; aim: the one to look at closely;
+    tokens: the texts of an example."""
     fig, (cost_axis, hops_axis, text_axis) = pyplot().subplots(1, 3, figsize=(17, 4.8))
     savings = {}
-    for (rule, aim), same in points.items():
+    for (rule, _), same in points.items():
         saving = np.mean(values(same, "saved"))
         lost = 100 * np.mean(values(same, "full") - values(same, "accuracy"))
         random = 100 * np.mean(values(same, "full") - values(same, "random"))
@@ -486,19 +491,20 @@ def plot_hops_exits(points, tokens, meta, n_passes, path):
             cost_axis.plot(saving, random, "--", color="0.4", label="random exits, same cost")
     at_aim = []
     for rule in ("change", "entropy"):
-        for saving, lost, _, _ in savings.get(rule, [])[2:3]:
+        for same in [points[rule, aim]] if (rule, aim) in points else []:
+            lost = 100 * np.mean(values(same, "full") - values(same, "accuracy"))
             at_aim.append(f"{rule} loses {lost:.1f}")
-    finish(cost_axis, "of 100 answers, at 30% saved: " + ", ".join(at_aim), "FLOPs of the answers saved, tests charged",
-           "right answers lost, of 100")
+    title = f"of 100 answers, at {aim:.0%} saved: " + ", ".join(at_aim)
+    finish(cost_axis, title, "FLOPs of the answers saved, tests charged", "right answers lost, of 100")
     cost_axis.xaxis.set_major_formatter("{x:.0%}")
     hops = range(1, meta["hops"] + 1)
     for i, rule in enumerate(savings):
-        same = points.get((rule, 0.3), [])
+        same = points.get((rule, aim), [])
         if same:
             hops_axis.plot(hops, np.mean([run["passes"] for run in same], axis=0), "o-", color=f"C{i}", label=rule)
     hops_axis.plot(hops, hops, color="k", lw=1, label="p passes for p hops")
-    finish(hops_axis, "passes used, at 30% saved", "hops asked for", "mean passes")
-    draw_example(text_axis, tokens, points.get(("change", 0.3)), meta, n_passes)
+    finish(hops_axis, f"passes used, at {aim:.0%} saved", "hops asked for", "mean passes")
+    draw_example(text_axis, tokens, points.get(("change", aim)), meta, n_passes)
     save(fig, path)
 
 
@@ -514,12 +520,12 @@ def draw_example(axis, tokens, same, meta, n_passes):
         hop, start, answer = tokens[N + 3 * q:N + 3 * q + 3]
         k = same[0]["first"][N + 3 * q + 1]
         y = 0.88 - 0.85 * q / Q
-        axis.text(0.05, y, f"{hop.strip()} {start}", family="monospace", fontsize=11, va="top", transform=axis.transAxes)
-        axis.text(0.42, y, f" {answer} ", family="monospace", fontsize=11, va="top", transform=axis.transAxes,
-                  bbox={"facecolor": shades[k - 1], "edgecolor": "none", "pad": 3})
+        style = dict(family="monospace", fontsize=11, va="top", transform=axis.transAxes)
+        axis.text(0.05, y, f"{hop.strip()} {start}", **style)
+        axis.text(0.42, y, f" {answer} ", bbox={"facecolor": shades[k - 1], "edgecolor": "none", "pad": 3}, **style)
         word = "pass" if k == 1 else "passes"
         axis.text(0.52, y, f"after {k} {word}", fontsize=10, va="top", transform=axis.transAxes)
-    axis.set_title("an example: when each answer left (change, at 30%)")
+    axis.set_title("an example: when each answer left, by change")
 
 
 def plot_starts(rows, path):

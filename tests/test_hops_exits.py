@@ -35,7 +35,7 @@ def model(runs):
 
 
 def test_scores_equal_whole_forward_passes(runs, model):
-    x, y = X.draw_test(model, runs[1], 12, "test")
+    x, y = X.draw_split(model, runs[1], 12, "test")
     right, doubts = X.score_answers(model, x, y)
     logits = read_passes(model, x, 3)                          # (K, B, T, V)
     asked = y >= 0
@@ -48,7 +48,7 @@ def test_scores_equal_whole_forward_passes(runs, model):
 
 @pytest.mark.parametrize("criterion", ["entropy", "change"])
 def test_answers_leave_as_they_do_one_position_at_a_time(runs, model, criterion):
-    x, y = X.draw_test(model, runs[1], 6, "test")
+    x, y = X.draw_split(model, runs[1], 6, "test")
     tau = X.score_answers(model, x, y)[1][criterion].median().item()
     rule = exit_below(criterion, tau)
     right, passes = X.answer(model, x, y, rule, 8)
@@ -66,7 +66,7 @@ def test_answers_leave_as_they_do_one_position_at_a_time(runs, model, criterion)
 
 def test_costs_of_a_rule_by_hand(runs, model):
     meta = runs[1]
-    x, y = X.draw_test(model, meta, 40, "test")
+    x, y = X.draw_split(model, meta, 40, "test")
     hops = H.hops_of(x.roll(1, dims=1), 8)
     by_depth = torch.tensor([0.2, 0.6, 1.0], dtype=torch.double)
     test = X.Test(x, y, hops, by_depth, costs(model))
@@ -104,7 +104,7 @@ def test_the_study_leaves_its_files(runs, tmp_path, capsys):
 def test_refusals(runs, tiny, tmp_path, capsys):
     folder = runs[0]
     T.train(*T.parse(tiny("--max_steps=1")))
-    for ckpt, says in ((["coda"], "no coda"), (["plain"], "need a loop"), (["a", str(tmp_path / "run")], "early_exit.py")):
+    for ckpt, says in ((["coda"], "no coda"), (["plain"], "need a loop"), (["a", str(tmp_path / "run")], "--preset=hops")):
         with pytest.raises(SystemExit) as e:
             X.main(["--ckpt", *[str(folder / name) for name in ckpt], f"--out_dir={tmp_path / 'x'}"])
         assert e.value.code == 2 and says in capsys.readouterr().err
