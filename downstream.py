@@ -2,7 +2,7 @@
 What checkpoints can do: continuation loss and accuracy on five axes of tasks and on the nine OLMES core tasks.
 
     python downstream.py --ckpt=out/pocket                      # every task that is there, 1,000 items each
-    python downstream.py --ckpt=out/plain --ckpt=out/pocket     # tasks x checkpoints; axes against validation loss
+    python downstream.py --ckpt=out/plain --ckpt=out/pocket     # tasks x checkpoints; distances from the first
     python downstream.py --ckpt=out/pocket --n_loop=1,2,4,8     # one checkpoint at several depths: test-time compute
     python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
     python downstream.py --list                                 # the tasks, where they come from, what is missing
@@ -19,7 +19,6 @@ Context and continuation are encoded apart, and the leading space belongs to the
 """
 import argparse
 import importlib.util
-import json
 import math
 import os
 import sys
@@ -34,7 +33,7 @@ from data.load import is_task
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import misused, require_at_least, stop
-from lib.files import check_writable, write_atomic
+from lib.files import check_writable, write_csv
 from lib.machine import keep_freed_memory, pick_device
 from lib.plots import plot_tasks
 from lib.tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, missing_package, print_tasks
@@ -291,13 +290,21 @@ def print_tables(columns):
             print(f"lm_eval {name}, {c['label']}: {text}")
 
 
-def plain(x):
-    """For JSON: without the metrics of each item, and None where a number does not exist."""
-    if isinstance(x, dict):
-        return {k: plain(v) for k, v in x.items() if k != "by_item"}
-    if isinstance(x, list):
-        return [plain(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+def table_rows(columns, settings):
+    """Flat rows: of each checkpoint and depth the validation text with the settings, the tasks and the axes."""
+    rows = []
+    for c in columns:
+        where = {"ckpt": c["ckpt"], "passes": c["n_loop"], "trained_passes": c["trained_n_loop"], "step": c["step"]}
+        text = {"loss": c["val_loss"], "bpb": c["val_bpb"], **settings, "tokenizer": c["tokenizer"]}
+        parts = [("validation text", "", text)]
+        parts += [(TASKS[name].axis, name, metrics) for name, metrics in c["tasks"].items()]
+        parts += [(axis, "mean", scores) for axis, scores in c["axes"].items()]
+        parts += [("lm_eval", name, metrics) for name, metrics in c.get("lm_eval", {}).items()]
+        for axis, name, numbers in parts:
+            row = {**where, "axis": axis, "task": name, **numbers}
+            row.pop("by_item", None)
+            rows.append(row)
+    return rows
 
 
 def parse(argv=None):
@@ -321,8 +328,8 @@ def parse(argv=None):
         help="bfloat16 is faster where the hardware has it, and rounds (default: float32)")
     add("--threads", type=int, default=0, help="CPU threads; 0: one per core")
     add("--trick", help="file of the runs' trick, if it is outside tricks/")
-    add("--out_dir", help="folder for downstream.png and .json (default: the run's; for several out/downstream)")
-    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.json")
+    add("--out_dir", help="folder for downstream.png and .csv (default: the run's; for several out/downstream)")
+    add("--csv", metavar="FILE", help="write the numbers here instead of OUT_DIR/downstream.csv")
     a = parser.parse_args(argv)
     require_at_least(a, limit=0, batch_size=1, eval_tokens=1, threads=0)
     words = a.n_loop.split(",") if a.n_loop else []
@@ -367,8 +374,8 @@ def main(argv=None):
             stop(f"--ckpt {ckpt}: trained on the task hops, which has no words to read these tasks with")
     default = "out/downstream" if len(a.ckpt) > 1 else run_folder(a.ckpt[0])
     out = Path(a.out_dir or default)
-    target = Path(a.json) if a.json else out / "downstream.json"
-    check_writable("--out_dir or --json", out, target.parent)
+    target = Path(a.csv) if a.csv else out / "downstream.csv"
+    check_writable("--out_dir or --csv", out, target.parent)
 
     skipped = {name: missing_package(name) for name in a.tasks if missing_package(name)}
     for package in dict.fromkeys(skipped.values()):
@@ -410,8 +417,8 @@ def main(argv=None):
         first = first or c["tasks"]
     print_tables(columns)
     plot_tasks(columns, AXES, unit, out / "downstream.png")
-    result = {"unit": unit, "limit": a.limit, "seed": a.seed, "dtype": a.dtype, "skipped": skipped, "columns": columns}
-    write_atomic(target, json.dumps(plain(result), indent=1).encode())
+    settings = {"unit": unit, "limit": a.limit, "seed": a.seed, "dtype": a.dtype}
+    write_csv(target, table_rows(columns, settings))
     print(f"wrote {target} and {out / 'downstream.png'}")
 
 

@@ -2,7 +2,7 @@
 The readout blind spot (arXiv 2606.24898): after a norm, h and 10 h give the same loss, so training cannot see how long
 a state is, but a pre-norm loop changes it in every pass. Does the length drift? Does a loss on every pass stop that?
 
-    python readout_study.py                      # 8 cells x 3 seeds, then tables, plots and JSON in out/readout
+    python readout_study.py                      # 8 cells x 3 seeds, then tables and a picture in out/readout
     python readout_study.py --quick              # a few steps of the same, 2 seeds: 3 min
     python readout_study.py --sweep=lambda       # what the paper leaves open: lambda | schedule | init | long
     python readout_study.py --plan               # the train.py commands instead, a line each
@@ -28,10 +28,10 @@ from data.load import even_windows, open_data
 from data.prepare import load_tokenizer, token_bytes
 from lib.checkpoint import data_of, load_model
 from lib.console import misused, progress, require_at_least, stop
-from lib.files import check_writable, write_atomic
+from lib.files import check_writable, write_csv
 from lib.flags import PRESETS, parse
 from lib.machine import default_jobs, pick_device, read_clock
-from lib.plots import plot_readout
+from lib.plots import VARIANTS, plot_readout
 from lib.stats import mean_interval
 from model import Config, LoopedLM
 from sweep import find_unfinished, run_all
@@ -164,15 +164,15 @@ def tail_index(lengths):
 
 
 def describe_lengths(lengths):
-    numbers = {"mean": float(lengths.mean())}
+    numbers = {"length_mean": float(lengths.mean())}
     for name, q in (("median", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
-        numbers[name] = float(np.quantile(lengths, q))
+        numbers[f"length_{name}"] = float(np.quantile(lengths, q))
     return {**numbers, "tail_index": tail_index(lengths)}
 
 
 def tail_tokens(lengths, idx, tokenizer):
     """Where the tail is: its share at the first position and in the first 8 (even_first8: if spread evenly), and its
-    commonest tokens, each with its share of the tail and the share of its occurrences that are in the tail."""
+    commonest tokens as JSON, each with its share of the tail and the share of its occurrences that are in the tail."""
     n = max(1, int(len(lengths) * TAIL))
     tail = np.argsort(lengths)[-n:]
     position = tail % idx.size(1)
@@ -183,23 +183,23 @@ def tail_tokens(lengths, idx, tokenizer):
     for i in np.argsort(-counts)[:5]:
         common.append({"token": tokenizer.decode([int(ids[i])]), "share_of_tail": float(counts[i] / n),
                        "in_tail": float(counts[i] / counts_of_all[ids[i]])})
-    return {"first": float((position == 0).mean()), "first8": float((position < 8).mean()),
-            "even_first8": 8 / idx.size(1), "tokens": common}
+    return {"tail_first": float((position == 0).mean()), "tail_first8": float((position < 8).mean()),
+            "even_first8": 8 / idx.size(1), "tail_tokens": json.dumps(common)}
 
 
 def radial_share(model, states, context, targets, k):
     """How much of the gradient of pass k's own loss at its state H_k lies along the state. By both readings of the
     paper's r_k: the mean over tokens of |cos|, and one |cos| of the flattened batch; each with what a random direction
-    gives; and g, d loss / d log(length)."""
+    gives; and d loss / d log(length)."""
     K = len(states)
     h = states[k].detach().requires_grad_()
     g, = torch.autograd.grad(readout_loss(model, h, context, K, targets, last_pass=k == K - 1), h)
     inner = (g * h).sum(-1)                                                        # (B, T)
     per_token = inner.abs() / (g.norm(dim=-1) * h.norm(dim=-1)).clamp(min=1e-30)
     flattened = inner.sum().abs() / (g.norm() * h.norm())
-    return {"per_token": per_token.mean().item(), "chance_per_token": math.sqrt(2 / (math.pi * h.size(-1))),
-            "flattened": flattened.item(), "chance_flattened": math.sqrt(2 / (math.pi * h.numel())),
-            "g": inner.sum().item()}
+    return {"cos_per_token": per_token.mean().item(), "chance_per_token": math.sqrt(2 / (math.pi * h.size(-1))),
+            "cos_flattened": flattened.item(), "chance_flattened": math.sqrt(2 / (math.pi * h.numel())),
+            "dloss_dlog_length": inner.sum().item()}
 
 
 def update_of_pass(before, after):
@@ -208,8 +208,8 @@ def update_of_pass(before, after):
     s = rms(before)
     u, b = before / s, after - before
     a, b_perp = split_update(b, u)
-    numbers = {"s": s, "a": a, "b": rms(b), "b_perp": rms(b_perp), "turned": rms(after / rms(after) - u),
-               "first_order": rms(b_perp) / s}
+    numbers = {"rms_before": s, "update_along": a, "update": rms(b), "update_across": rms(b_perp),
+               "turned": rms(after / rms(after) - u), "turned_first_order": rms(b_perp) / s}
     return {name: value.mean().item() for name, value in numbers.items()}
 
 
@@ -234,7 +234,8 @@ def throughput(model, idx, n_loop):
 
 
 def diagnose(ckpt, n_tokens, device="cpu", trick=""):
-    """Everything the study says of one run, as plain numbers."""
+    """Everything the study says of one run, a flat row for each pass: loss of its readout, length of its state, its own
+    gradient (trained passes only) and update (not of the first). Clamp and tail are of the last state, H_K."""
     model, state = load_model(ckpt, device, trick)
     K, T = model.cfg.n_loop, model.cfg.block_size
     followed = BEYOND * K if K > 1 else 1        # a model of one pass has never seen what a second makes of its state
@@ -256,20 +257,26 @@ def diagnose(ckpt, n_tokens, device="cpu", trick=""):
             lengths.append([h.norm(dim=-1).cpu().numpy() for h in states])
             updates.append([update_of_pass(*pair) for pair in zip(states, states[1:])])
         states, context = passes(model, batches[0][0], K)
-    radial = [radial_share(model, states, context, batches[0][1], k) for k in range(K)]
     # put the batches together: means, and all lengths of a pass
     sizes = [len(idx) for idx, _ in batches]
-    ce = np.average(ce, axis=0, weights=sizes)
+    ce = np.average(ce, axis=0, weights=sizes).tolist()
     delta_ce, length, length_free = np.average(clamps, axis=0, weights=sizes)
     lengths = [np.concatenate(parts) for parts in zip(*lengths)]
-    update = []
-    for parts in zip(*updates):
-        update.append({name: float(np.mean([u[name] for u in parts])) for name in parts[0]})
-    return {"run": Path(ckpt).name, "seed": state["args"]["seed"], "n_loop": K, "n_embd": model.cfg.n_embd,
-            "tokens": x.numel(), "ce": ce.tolist(), "bpb": (ce * asked.numel() / n_bytes / math.log(2)).tolist(),
-            "tok_per_s": speed, "norm": [describe_lengths(v) for v in lengths],
-            "tail": tail_tokens(lengths[K - 1], x, tokenizer), "radial": radial, "update": update,
-            "clamp": {"delta_ce": float(delta_ce), "ratio": float(length / length_free)}}
+    rows = []
+    for k in range(followed):
+        row = {"run": Path(ckpt).name, "seed": state["args"]["seed"], "n_loop": K, "n_embd": model.cfg.n_embd,
+               "tokens": x.numel(), "pass": k + 1, "nats": ce[k], "bpb": ce[k] * asked.numel() / n_bytes / math.log(2),
+               "tok_per_s": speed[k], **describe_lengths(lengths[k])}
+        if k < K:
+            row.update(radial_share(model, states, context, batches[0][1], k))
+        if k:
+            parts = [batch[k - 1] for batch in updates]
+            row.update({name: float(np.mean([u[name] for u in parts])) for name in parts[0]})
+        if k == K - 1:
+            row.update(clamp_nats=float(delta_ce), clamp_ratio=float(length / length_free))
+            row.update(tail_tokens(lengths[k], x, tokenizer))
+        rows.append(row)
+    return rows
 
 
 # --- the runs ---
@@ -301,36 +308,37 @@ def ratio(over, under):
     return tuple(np.exp(mean_interval(log_ratio)))
 
 
-# --- tables; cells: {(cell, variant): [diagnosis of each seed]} ---
+# --- tables; cells: {(cell, variant): [rows of each seed]} ---
 TABLES = {  # title: columns, each (head, name in table_numbers, format of the mean or "+-": mean +- sd)
     "Length of the last state, mean +- sd over seeds. clamp: each token kept at its length after pass 1": [
-        ("mean", "mean", "+-"), ("after pass 1", "length_1", "+-"), ("median", "median", ".3g"), ("p99", "p99", ".3g"),
-        ("max", "max", ".3g"), ("tail index", "tail_index", ".2g"), ("clamp: nats", "delta_ce", "+.4f"),
-        ("clamp: ratio", "ratio", ".2g")],
+        ("mean", "length_mean", "+-"), ("after pass 1", "length_1", "+-"), ("median", "length_median", ".3g"),
+        ("p99", "length_p99", ".3g"), ("max", "length_max", ".3g"), ("tail index", "tail_index", ".2g"),
+        ("clamp: nats", "clamp_nats", "+.4f"), ("clamp: ratio", "clamp_ratio", ".2g")],
     "Cross-entropy in nats after K passes, trained with n_loop; gain: how much lower it is at n_loop than at 1": [
-        ("1", "ce_1", "+-"), ("2", "ce_2", "+-"), ("n_loop", "ce_K", "+-"), ("gain", "gain", "+-"),
-        ("2 n_loop", "ce_2K", "+-")],
+        ("1", "nats_1", "+-"), ("2", "nats_2", "+-"), ("n_loop", "nats", "+-"), ("gain", "gain", "+-"),
+        ("2 n_loop", "nats_2K", "+-")],
     "Gradient at the last state: |cos| with the state, per token and flattened; g: d loss / d log length.\n"
     "Update of the last pass: a along the state, b_perp across it; turned: the direction's move, about b_perp / s": [
-        ("per token", "per_token", ".2g"), ("(chance)", "chance_per_token", ".2g"), ("flattened", "flattened", ".2g"),
-        ("(chance)", "chance_flattened", ".2g"), ("g", "g", ".2g"), ("a", "a", ".3g"), ("b_perp", "b_perp", ".3g"),
-        ("turned", "turned", ".3g"), ("b_perp / s", "first_order", ".3g")],
+        ("per token", "cos_per_token", ".2g"), ("(chance)", "chance_per_token", ".2g"),
+        ("flattened", "cos_flattened", ".2g"), ("(chance)", "chance_flattened", ".2g"),
+        ("g", "dloss_dlog_length", ".2g"), ("a", "update_along", ".3g"), ("b_perp", "update_across", ".3g"),
+        ("turned", "turned", ".3g"), ("b_perp / s", "turned_first_order", ".3g")],
 }
 
 
-def table_numbers(diagnosis):
-    """The numbers of one diagnosis by name: those of pass n_loop, where the name says no other. A model of one pass
-    lacks those of a second."""
-    last, ce = diagnosis["n_loop"] - 1, diagnosis["ce"]
-    numbers = {**diagnosis["norm"][last], **diagnosis["radial"][last], **diagnosis["clamp"], "ce_1": ce[0],
-               "length_1": diagnosis["norm"][0]["mean"], "ce_K": ce[last], "gain": ce[0] - ce[last]}
-    if last:
-        numbers.update(diagnosis["update"][last - 1], ce_2=ce[1], ce_2K=ce[2 * last + 1])
+def table_numbers(rows):
+    """The numbers of one run by name: those of pass n_loop, where the name says no other. A model of one pass lacks
+    those of a second."""
+    first, last = rows[0], rows[rows[0]["n_loop"] - 1]
+    numbers = {**last, "nats_1": first["nats"], "length_1": first["length_mean"],
+               "gain": first["nats"] - last["nats"]}
+    if len(rows) > 1:
+        numbers.update(nats_2=rows[1]["nats"], nats_2K=rows[-1]["nats"])
     return numbers
 
 
-def over_seeds(diagnoses, name):
-    return [table_numbers(d).get(name, math.nan) for d in diagnoses]
+def over_seeds(runs, name):
+    return [table_numbers(rows).get(name, math.nan) for rows in runs]
 
 
 def show(values, spec):
@@ -346,27 +354,27 @@ def print_table(title, columns, rows):
     print(f"\n{title}")
     indent = " " * len(next(iter(rows)))
     print(indent + "".join(f"{head:>18s}" for head, _, _ in columns))
-    for name, diagnoses in rows.items():
-        numbers = [show(over_seeds(diagnoses, key), spec) for _, key, spec in columns]
+    for name, runs in rows.items():
+        numbers = [show(over_seeds(runs, key), spec) for _, key, spec in columns]
         print(name + "".join(f"{number:>18s}" for number in numbers))
 
 
 def print_tail(rows):
     print("\nThe longest 1% of the states: their positions and their commonest tokens")
-    for name, diagnoses in rows.items():
-        first, first8 = (np.mean([d["tail"][key] for d in diagnoses]) for key in ("first", "first8"))
-        seed, tail = diagnoses[0]["seed"], diagnoses[0]["tail"]
-        tokens = ", ".join(f"{t['token']!r} {t['share_of_tail']:.0%}" for t in tail["tokens"])
+    for name, runs in rows.items():
+        first, first8 = (np.mean(over_seeds(runs, key)) for key in ("tail_first", "tail_first8"))
+        tail = table_numbers(runs[0])
+        tokens = ", ".join(f"{t['token']!r} {t['share_of_tail']:.0%}" for t in json.loads(tail["tail_tokens"]))
         print(f"{name}{first:4.0%} at the first position, {first8:4.0%} in the first 8 (even: "
-              f"{tail['even_first8']:.0%}); seed {seed}: {tokens}")
+              f"{tail['even_first8']:.0%}); seed {tail['seed']}: {tokens}")
 
 
 def print_passes(rows):
     print("\nWhat each later pass adds to the rms; nats gained from pass 1 to n_loop, 95% interval; best K by seed")
-    for name, diagnoses in rows.items():
-        growth = np.mean([[u["a"] for u in d["update"]] for d in diagnoses], axis=0)
-        gain, low, high = mean_interval(over_seeds(diagnoses, "gain"))
-        best = [1 + int(np.argmin(d["ce"])) for d in diagnoses]
+    for name, runs in rows.items():
+        growth = np.mean([[row["update_along"] for row in rows_of_run[1:]] for rows_of_run in runs], axis=0)
+        gain, low, high = mean_interval(over_seeds(runs, "gain"))
+        best = [min(rows_of_run, key=lambda row: row["nats"])["pass"] for rows_of_run in runs]
         print(name + " ".join(f"{v:.2f}" for v in growth), f"  {gain:+.3f} [{low:+.3f}, {high:+.3f}]  ", *best)
 
 
@@ -378,18 +386,18 @@ def print_pairs(cells):
     def norm_cell(loss, variant):                # of the same variant, or the study's own
         same = f"{loss}-norm", variant
         return same if same in cells else (f"{loss}-norm", "")
-    for key, diagnoses in cells.items():
+    for key, runs in cells.items():
         cell, variant = key
         loss, _, readout = cell.partition("-")
         other = norm_cell("perloop", variant)
         if other in cells and other != key:
-            lengths = over_seeds(cells[other], "mean")
-            quotient, low, high = ratio(lengths, over_seeds(diagnoses, "mean"))
+            lengths = over_seeds(cells[other], "length_mean")
+            quotient, low, high = ratio(lengths, over_seeds(runs, "length_mean"))
             print(f"final norm of {label(*other)} over that of {label(*key)}: {quotient:.3g} [{low:.3g}, {high:.3g}], "
                   f"{len(lengths)} seeds")
         for other in (norm_cell(loss, variant), (f"terminal-{readout}", variant)):
             if other in cells and other != key:
-                differences = np.subtract(over_seeds(diagnoses, "ce_K"), over_seeds(cells[other], "ce_K"))
+                differences = np.subtract(over_seeds(runs, "nats"), over_seeds(cells[other], "nats"))
                 mean, low, high = mean_interval(differences)
                 print(f"cross-entropy of {label(*key)} minus that of {label(*other)}: "
                       f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]")
@@ -397,7 +405,7 @@ def print_pairs(cells):
 
 def print_tables(cells):
     width = max(len(label(*key)) for key in cells) + 2
-    rows = {f"{label(*key):{width}s}": diagnoses for key, diagnoses in cells.items()}
+    rows = {f"{label(*key):{width}s}": runs for key, runs in cells.items()}
     for title, columns in TABLES.items():
         print_table(title, columns, rows)
     print_tail(rows)
@@ -406,16 +414,17 @@ def print_tables(cells):
 
 
 def plot_title(cells):
-    """The length of the last state with and without the norm under the loss after every pass, or of every cell."""
-    length = {key: np.mean(over_seeds(diagnoses, "mean")) for key, diagnoses in cells.items()}
-    pairs = []
-    for cell, variant in cells:
-        if cell == "perloop-raw" and ("perloop-norm", variant) in cells:
-            pairs.append(f"{length['perloop-norm', variant]:.3g} behind the norm, {length[cell, variant]:.3g} raw"
-                         + f" ({variant})" * bool(variant))
-    if pairs:
-        return "length of the last state, loss after every pass: " + "; ".join(pairs)
-    return "length of the last state, " + ", ".join(f"{label(*key)} {v:.3g}" for key, v in length.items())
+    """How many times as long the last state is behind the norm as raw, under the loss after every pass."""
+    findings = []
+    for (cell, variant), runs in cells.items():
+        norm = cells.get(("perloop-norm", variant))
+        if cell == "perloop-raw" and norm:
+            quotient = ratio(over_seeds(norm, "length_mean"), over_seeds(runs, "length_mean"))
+            where = f"with {VARIANTS.get(variant, variant)}" if variant else "as long as raw"
+            findings.append("{:.2g} [{:.2g}, {:.2g}] times {}".format(*quotient, where))
+    if not findings:
+        return "The state and the loss after each pass"
+    return f"Loss on every pass: behind a norm the state is {', '.join(findings)}"
 
 
 def main(argv=None):
@@ -440,7 +449,7 @@ def main(argv=None):
     add("--threads", type=int, default=0, help="CPU threads of the diagnostics; 0: one per core")
     add("--device", help="of the diagnostics: cuda, mps or cpu (default: the first that is there)")
     add("--out_dir", help="folder of the runs and results (default: out/readout, or out/readout-quick)")
-    add("--json", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.json, or OUT_DIR/SWEEP.json")
+    add("--csv", metavar="FILE", help="write the numbers here instead of OUT_DIR/readout.csv, or OUT_DIR/SWEEP.csv")
     args = parser.parse_args(argv)
     if args.tokens is None:
         args.tokens = 4096 if args.quick else 20480
@@ -454,10 +463,10 @@ def main(argv=None):
     if args.lemmas:
         return check_lemmas()
     if args.ckpt:
-        diagnosis = diagnose(args.ckpt, args.tokens, pick_device(args.device), args.trick)
-        print_tables({(diagnosis["run"], ""): [diagnosis]})
-        if args.json:
-            write_atomic(Path(args.json), json.dumps(diagnosis, indent=1).encode())
+        rows = diagnose(args.ckpt, args.tokens, pick_device(args.device), args.trick)
+        print_tables({(rows[0]["run"], ""): [rows]})
+        if args.csv:
+            write_csv(Path(args.csv), rows)
         return
     # the study: train what is not trained yet, diagnose every run, report
     runs = plan_runs(args)
@@ -468,19 +477,17 @@ def main(argv=None):
             print("python train.py", *flags)
         return
     out = Path(args.out_dir, args.sweep or "readout")
-    target, plot = Path(args.json or out.with_suffix(".json")), out.with_suffix(".png")
-    check_writable("--out_dir or --json", out.parent, target.parent)
+    target, plot = Path(args.csv or out.with_suffix(".csv")), out.with_suffix(".png")
+    check_writable("--out_dir or --csv", out.parent, target.parent)
     open_data(train_args)                        # all runs have the same
     run_all(find_unfinished([flags for _, flags in runs.values()]), args.jobs or default_jobs())
-    cells, folders = {}, {}
+    cells = {}
     for i, ((cell, variant, seed), (folder, _)) in enumerate(runs.items(), 1):
         progress(f"diagnosing {folder.name}, {i} of {len(runs)}", False)
-        diagnosis = diagnose(folder, args.tokens, pick_device(args.device))
-        cells.setdefault((cell, variant), []).append(diagnosis)
-        folders.setdefault((cell, variant), []).append(folder)
+        cells.setdefault((cell, variant), []).append(diagnose(folder, args.tokens, pick_device(args.device)))
     print_tables(cells)
-    plot_readout(cells, folders, plot_title(cells), plot)
-    write_atomic(target, json.dumps(sum(cells.values(), []), indent=1).encode())
+    plot_readout(cells, plot_title(cells), plot)
+    write_csv(target, sum(sum(cells.values(), []), []))                            # the rows of all runs of all cells
     print(f"wrote {plot} and {target}")
 
 

@@ -180,7 +180,7 @@ def main(argv=None):
     untrained = type(model)(cfg).to(device).eval()
     result = {"ckpt": str(args.ckpt), "step": state["step"], **measure_routing(model, untrained, batches)}
     print_routing(result)
-    plot_routing(result, plot, f"{run.name}: which experts a token takes in consecutive passes")
+    plot_routing(result, plot)
     write_atomic(target, json.dumps(result, indent=1).encode())
     print(f"wrote {target} and {plot}")
 

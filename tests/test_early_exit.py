@@ -16,6 +16,7 @@ import exit_cost as C
 import exit_speed as S
 import exits as E
 import train as T
+from lib.plots import frontier_title
 from model import Config, KVCache, LoopedLM
 
 SMALL = dict(vocab_size=100, block_size=12, n_embd=32, n_head=2, n_loop=3)
@@ -446,6 +447,17 @@ def test_study_of_a_run(folder, tmp_path, capsys, variant):
             if p["tau"] is not None:
                 assert p["lost"]["low"] <= p["lost"]["nats"] <= p["lost"]["high"]
                 assert p["nats"] - r["fixed"][-1]["nats"] == pytest.approx(p["lost"]["nats"], abs=1e-5)
+
+
+def test_title_of_the_frontier_says_what_the_numbers_say():
+    def run(low, high, tau=1.0):
+        points = [{"target": 0.1, "tau": tau, "vs_fixed": {"nats": (low + high) / 2, "low": low, "high": high}},
+                  {"target": 0.2, "tau": 1.0, "vs_fixed": {"nats": 9, "low": 8, "high": 10}}]
+        return {"criterion": "change", "frontier": {"charged": {"change": points}}}
+    worse, better, level = run(0.001, 0.003), run(-0.003, -0.001), run(-0.001, 0.001)
+    assert "exits by change lose +0.0020 [+0.0010, +0.0030] nats more" in frontier_title([worse])
+    assert "in 2 of 4 models, less in 1" in frontier_title([worse, better, level, worse])
+    assert "out of reach" in frontier_title([run(0, 0, tau=None)])
 
 
 def test_several_runs_share_one_plot(folder, tmp_path):

@@ -1,4 +1,5 @@
 """readout_study.py: the lemmas, each diagnostic against plain arithmetic, the study end to end on a tiny corpus."""
+import csv
 import json
 import math
 
@@ -89,10 +90,10 @@ def test_update_splits_into_radial_and_orthogonal():
     b = (after - before).square().mean(-1)
     s = before.square().mean(-1).sqrt()
     a = ((after - before) * before).mean(-1) / s
-    assert u["a"] == pytest.approx(a.mean().item()) and u["s"] == pytest.approx(s.mean().item())
-    assert u["b_perp"] == pytest.approx((b - a ** 2).sqrt().mean().item())        # Pythagoras
+    assert u["update_along"] == pytest.approx(a.mean().item()) and u["rms_before"] == pytest.approx(s.mean().item())
+    assert u["update_across"] == pytest.approx((b - a ** 2).sqrt().mean().item())        # Pythagoras
     grown = R.update_of_pass(before, 3 * before)
-    assert grown["b_perp"] == pytest.approx(0, abs=1e-9) and grown["turned"] == pytest.approx(0, abs=1e-9)
+    assert grown["update_across"] == pytest.approx(0, abs=1e-9) and grown["turned"] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("readout, visible", [("norm", False), ("raw", True), ("final", None)])
@@ -102,7 +103,8 @@ def test_radial_share_sees_the_length_through_a_raw_readout_only(readout, visibl
     states, context = R.passes(model, x, 3)
     first, last = (R.radial_share(model, states, context, y, k) for k in (0, 2))
     for share, sees in ((first, visible if visible is not None else True), (last, bool(visible))):
-        assert (share["per_token"] > 0.2 * share["chance_per_token"]) == sees and (abs(share["g"]) > 1e-3) == sees
+        assert (share["cos_per_token"] > 0.2 * share["chance_per_token"]) == sees
+        assert (abs(share["dloss_dlog_length"]) > 1e-3) == sees
     chance = F.cosine_similarity(torch.randn(20000, 32), torch.randn(20000, 32)).abs().mean().item()
     assert first["chance_per_token"] == pytest.approx(chance, rel=0.05)
 
@@ -118,7 +120,8 @@ def test_tail_tokens_name_what_is_long():
     idx[2, 0], idx[3, 0] = 9, 9
     lengths[[100, 150]] = 5.0                              # two states, both token 9 at the first position
     tail = R.tail_tokens(lengths, idx, type("", (), {"decode": staticmethod(str)}))
-    assert tail["first"] == 1 and tail["tokens"] == [{"token": "[9]", "share_of_tail": 1.0, "in_tail": 1.0}]
+    assert tail["tail_first"] == 1
+    assert json.loads(tail["tail_tokens"]) == [{"token": "[9]", "share_of_tail": 1.0, "in_tail": 1.0}]
 
 
 def test_ratio_is_geometric_and_paired():
@@ -155,28 +158,31 @@ def test_the_penalty_shortens_and_the_readout_norm_lets_grow():
 
 
 def test_diagnosis_of_a_run(tiny, tmp_path):
-    """Losses at K equal an n_loop = K evaluation, norms and throughput have one entry for each pass."""
+    """Losses at K equal an n_loop = K evaluation, and the table has a row for each pass."""
     T.train(*T.parse(tiny("--loss=per_loop", "--n_prelude=0", "--n_coda=0", "--inject=none", "--loop_norm=false",
                           "--n_loop=2")))
-    diagnosis = R.diagnose(tmp_path / "run", 640)
-    assert all(len(diagnosis[key]) == n for key, n in (("ce", 4), ("norm", 4), ("tok_per_s", 4), ("radial", 2)))
+    R.main([f"--ckpt={tmp_path / 'run'}", "--tokens=640", f"--csv={tmp_path / 'run.csv'}"])
+    with open(tmp_path / "run.csv", newline="", encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
+    assert [row["pass"] for row in rows] == ["1", "2", "3", "4"] and all(row["tok_per_s"] for row in rows)
+    for name, there in (("cos_per_token", [1, 1, 0, 0]), ("update_along", [0, 1, 1, 1]), ("clamp_nats", [0, 1, 0, 0])):
+        assert [row[name] != "" for row in rows] == [bool(x) for x in there]
     model, state = load_model(tmp_path / "run")
     folder, meta = data_of(state)
     x, y = R.even_windows(folder, meta, "val", 640, 32)
     with torch.no_grad():
-        for k, ce in enumerate(diagnosis["ce"], 1):
-            assert ce == pytest.approx(model(x, y, n_loop=k)[1]["ce"].item(), rel=1e-4)
+        for k, row in enumerate(rows, 1):
+            assert float(row["nats"]) == pytest.approx(model(x, y, n_loop=k)[1]["ce"].item(), rel=1e-4)
         lengths = model(x, y)[1]["norm"]
-    assert diagnosis["norm"][1]["mean"] == pytest.approx(lengths[1].item(), rel=1e-4)
-    assert diagnosis["radial"][1]["per_token"] < 1e-5
-    json.dumps(diagnosis)
+    assert float(rows[1]["length_mean"]) == pytest.approx(lengths[1].item(), rel=1e-4)
+    assert float(rows[1]["cos_per_token"]) < 1e-5 and json.loads(rows[1]["tail_tokens"])
 
 
 def test_a_model_of_one_pass_has_no_second(tiny, tmp_path, capsys):
     """Nothing is said of a pass that was never trained."""
     T.train(*T.parse(tiny("--n_loop=1", "--max_steps=1")))
-    diagnosis = R.diagnose(tmp_path / "run", 256)
-    assert diagnosis["update"] == [] and len(diagnosis["ce"]) == len(diagnosis["norm"]) == 1
+    row, = R.diagnose(tmp_path / "run", 256)
+    assert "update_along" not in row and row["length_mean"] > 0
     R.main([f"--ckpt={tmp_path / 'run'}", "--tokens=256"])
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("run") and " -" in line)
     assert "nan" not in row
@@ -198,3 +204,17 @@ def test_one_gpu_gets_one_run_at_a_time(monkeypatch):
     assert machine.default_jobs() == 1
     monkeypatch.setattr(machine, "pick_device", lambda: "cpu")
     assert machine.default_jobs() == machine.os.cpu_count()
+
+
+def test_title_and_picture_of_the_study(tmp_path):
+    """The title is the quotient of lengths, and no finding where one of the two cells is missing."""
+    def runs(length):
+        return [[{"n_loop": 1, "pass": 1, "nats": 4.0, "length_mean": length * seed}] for seed in (1, 2, 4)]
+    cells = {("perloop-norm", ""): runs(30), ("perloop-raw", ""): runs(10), ("perloop-raw", "tied"): runs(1)}
+    title = R.plot_title(cells)
+    assert title.endswith("the state is 3 [3, 3] times as long as raw")
+    cells["perloop-norm", "tied"] = runs(50)
+    assert R.plot_title(cells).endswith("as raw, 50 [50, 50] times with tied embedding")
+    assert "times" not in R.plot_title({("terminal-norm", ""): runs(30)})
+    R.plot_readout(cells, title, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
