@@ -124,7 +124,7 @@ def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, mon
     assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "20")
     assert float(line["nats"]) == pytest.approx(-0.05) and float(line["share"]) > 1
     assert 1 < float(line["plain"]) < float(line["multiplier"])
-    assert "gate: saves" in done.stdout and "the plain model, r = 1: saves" in done.stdout
+    assert "gate: saves" in done.stdout and "the trick in a plain model, r = 1: saves" in done.stdout
     assert (tmp_path / "tricks.png").stat().st_size > 10_000
     monkeypatch.setattr(S, "run_all", None)                # all runs are in the table: nothing is run
     again = command("try", trick, *files)
