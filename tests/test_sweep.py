@@ -157,7 +157,7 @@ def test_bad_input_is_one_sentence(flags, why, command):
 
 @pytest.mark.parametrize("text, why", [
     ("rm -rf out", "rm -rf out"), ("python train.py '--seed=1", "list.sh"), ("python train.py --nosuch=1", "--nosuch"),
-    ("python train.py --n_loop=2\npython train.py --n_loop=4", "out/pocket")])
+    ("python train.py --n_loop=2\npython train.py --n_loop=4", "out/laptop")])
 def test_a_file_of_other_commands_is_refused(text, why, tmp_path, command):
     (tmp_path / "list.sh").write_text(text)
     done = command("run", tmp_path / "list.sh")
