@@ -1,10 +1,10 @@
 """
 What checkpoints can do: continuation loss and accuracy on five axes of tasks and on the nine OLMES core tasks.
 
-    python downstream.py --ckpt=out/pocket                      # every task that is there, 1,000 items each
-    python downstream.py --ckpt=out/plain --ckpt=out/pocket     # tasks x checkpoints; distances from the first
-    python downstream.py --ckpt=out/pocket --n_loop=1,2,4,8     # one checkpoint at several depths: test-time compute
-    python downstream.py --ckpt=out/pocket --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
+    python downstream.py --ckpt=out/laptop                      # every task that is there, 1,000 items each
+    python downstream.py --ckpt=out/plain --ckpt=out/laptop     # tasks x checkpoints; distances from the first
+    python downstream.py --ckpt=out/laptop --n_loop=1,2,4,8     # one checkpoint at several depths: test-time compute
+    python downstream.py --ckpt=out/laptop --lm_eval=webqs      # a task of lm-evaluation-harness (pip install lm_eval)
     python downstream.py --list                                 # the tasks, where they come from, what is missing
 
 lib/tasks.py makes reasoning primitives and symbolic tasks from a seed. The other tasks come, offline, from the package

@@ -1,9 +1,9 @@
 """
 Sample from a checkpoint, token by token as they come, with one or several numbers of passes.
 
-    python sample.py --ckpt out/pocket --prompt "Fellow citizens," --n_loop 1 4 8
-    python sample.py --ckpt out/pocket                           # from <|endoftext|>: the beginning of a text
-    python sample.py --ckpt out/pocket --prompt FILE:book.txt --score --max_new_tokens 0         # the loss of a text
+    python sample.py --ckpt out/laptop --prompt "Fellow citizens," --n_loop 1 4 8
+    python sample.py --ckpt out/laptop                           # from <|endoftext|>: the beginning of a text
+    python sample.py --ckpt out/laptop --prompt FILE:book.txt --score --max_new_tokens 0         # the loss of a text
 
 Any number of passes runs, whatever the model was trained with. The tokens are those of LoopedLM.generate for the same
 seed, which is the same for each number of passes; the i-th sample draws with seed + i. Arithmetic is fp32.

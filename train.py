@@ -5,7 +5,7 @@ Train one looped language model of any variant.
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
     python train.py --preset=hops                                # a task that needs depth (data/hops.py)
     python train.py --trick=tricks/gate.py                       # a looping idea from a file
-    python train.py --init_from=out/pocket --data=book-4096 --out_dir=out/book   # finetune; or into another shape
+    python train.py --init_from=out/laptop --data=book-4096 --out_dir=out/book   # finetune; or into another shape
     python train.py --preset=isodepth-r4 --n_embd=640 --data=fineweb-edu-32000 --max_flops=1e18   # one GPU
     torchrun --standalone --nproc_per_node=8 train.py --preset=...                              # several GPUs
     python train.py --list_presets                               # parameters, FLOPs and expected time of each

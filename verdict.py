@@ -13,6 +13,8 @@ the trick alone, so no law is needed to compare them, and what is hard or easy a
   mean(L*(m C, r) - L*(C, r)) = difference. So a trick is taken to change the loss of the best width as it changes the
   mean of the widths that were run. L* is fitted to all budgets of the baseline from the cheapest of the pairs upwards.
 - Share of the loop: m at r > 1 divided by m at r = 1. A trick that helps the plain model as much has the share 1.
+- Against the plain model: the same m, but with the plain model's L*(C) as the curve,
+  mean(L*(m C, 1) - L*(C, r)) = difference. Both sides are at their best width; this one does depend on the fitted L*.
 
 Intervals, 95%: (budget, r) cells of pairs are resampled, both sides of a pair together and all its seeds with it. The
 seed noise of a run is in the scatter between cells, because no two cells share a run; resampling the pairs within a
@@ -99,44 +101,52 @@ def fit_surface(runs, r):
 
 
 def minimise_over_n(coefficients):
-    """Slope at x = 0 and bend of the optimum loss slope x + bend x^2 + constant, from the six coefficients (6, ...)."""
-    _, by_x, by_xx, by_y, by_yy, by_xy = coefficients
+    """The optimum loss constant + slope x + bend x^2 of a surface: (constant, slope, bend), from its six coefficients
+    (6, ...)."""
+    constant, by_x, by_xx, by_y, by_yy, by_xy = coefficients
     by_yy = np.where(by_yy > 0, by_yy, np.nan)  # a parabola that bends down has no lowest loss
     # minimum over y: constant + by_x x + by_xx x^2 - (by_y + by_xy x)^2 / (4 by_yy)
     tilt = by_xy / (2 * by_yy)
+    constant = constant - by_y * tilt / 2
     slope = by_x - by_y * tilt
     bend = by_xx - by_xy * tilt / 2
-    return slope, bend
+    return constant, slope, bend
 
 
-def fit_curves(base, pairs, rng):
-    """Slope of L* by log C and its bend, the factor of (log C)^2, (1 + S,) each: means over the pairs."""
-    cheapest = pairs["budget"].min()
-    base = select(base, base["budget"] >= cheapest)
-    fits, squares, spare = [], 0, 0
-    for r, n_expert in set(zip(pairs["n_loop"], pairs["n_expert"])):
-        runs = choose(base, r, n_expert)
-        inverse, smooth = fit_surface(runs, r)
+def fit_curves(base, kinds, rng):
+    """L* for each (n_loop, n_expert) of kinds: {kind: (x = 0 in log C, constant, slope, bend)}, the last three (1 + S,)."""
+    fits, squares, spare = {}, 0, 0
+    for kind in sorted(kinds):
+        runs = choose(base, *kind)
+        inverse, smooth = fit_surface(runs, kind[0])
         residual = runs["val_loss"] - smooth
         squares += np.sum(residual ** 2)
         spare += len(residual) - 6
-        fits.append((r, n_expert, runs, inverse, smooth))
+        fits[kind] = runs, inverse, smooth
     noise = (squares / spare) ** 0.5  # of all curves together
 
-    mean_slope, mean_bend = 0, 0
-    for r, n_expert, runs, inverse, smooth in sorted(fits, key=lambda fit: fit[:2]):
+    curves = {}
+    for kind, (runs, inverse, smooth) in fits.items():
         shape = (RESAMPLES, len(smooth))
         noisy = smooth + noise * rng.standard_normal(shape)
         losses = np.vstack([runs["val_loss"], noisy])  # (1 + S, runs)
-        slope, bend = minimise_over_n(inverse @ losses.T)
-        part = choose(pairs, r, n_expert)
-        centre = np.log(runs["flops"]).mean()
-        x = np.log(part["flops"]).mean() - centre
+        curves[kind] = np.log(runs["flops"]).mean(), *minimise_over_n(inverse @ losses.T)
+    return curves
+
+
+def mean_optimum(curves, pairs):
+    """Means over the pairs, (1 + S,) each: L* at the compute of a pair, its slope by log C there, and its bend.
+    curves: those of the pairs' kinds, or the one that all of them are compared with."""
+    value, slope, bend = 0, 0, 0
+    for kind in set(zip(pairs["n_loop"], pairs["n_expert"])):
+        centre, constant, by_x, by_xx = curves[kind]
+        part = choose(pairs, *kind)
         share = len(part["flops"]) / len(pairs["flops"])
-        slope = slope + 2 * bend * x
-        mean_slope = mean_slope + share * slope
-        mean_bend = mean_bend + share * bend
-    return mean_slope, mean_bend
+        x = np.log(part["flops"]) - centre
+        value = value + share * (constant + by_x * x.mean() + by_xx * np.mean(x ** 2))
+        slope = slope + share * (by_x + 2 * by_xx * x.mean())
+        bend = bend + share * by_xx
+    return value, slope, bend
 
 
 def choose(runs, r, n_expert):
@@ -154,9 +164,8 @@ def solve_multiplier(difference, slope, bend):
     return 2 * difference / (slope - root)
 
 
-def measure_pairs(curve, pairs, seed=0):
-    """Difference in nats and log m, (1 + S,) each: the estimate, then every resample."""
-    rng = np.random.default_rng(seed)
+def resample_difference(pairs, rng):
+    """The mean of loss with - loss without over the pairs, and its resamples by cells, (1 + S,)."""
     change = pairs["val_loss"] - pairs["without"]
     cell = label_groups(pairs, "budget", "n_loop")
     sizes = np.bincount(cell)
@@ -168,9 +177,26 @@ def measure_pairs(curve, pairs, seed=0):
     widening = np.sqrt(k / rng.chisquare(k - 1, size=RESAMPLES))
     estimate = change.mean()
     resampled = estimate + widening * (means - estimate)
-    difference = np.concatenate([[estimate], resampled])
-    slope, bend = fit_curves(curve, pairs, rng)
-    return difference, solve_multiplier(difference, slope, bend)
+    return np.concatenate([[estimate], resampled])
+
+
+def measure_pairs(base, pairs, seed=0):
+    """(1 + S,) each, the estimate and then every resample: the difference in nats, log m, and log m against the plain
+    model, all NaN if the baseline has too few plain runs for its curve. base: the runs for the curves."""
+    rng = np.random.default_rng(seed)
+    difference = resample_difference(pairs, rng)
+    base = select(base, base["budget"] >= pairs["budget"].min())
+    kinds = set(zip(pairs["n_loop"], pairs["n_expert"]))
+    curves = fit_curves(base, kinds, rng)
+    optimum, slope, bend = mean_optimum(curves, pairs)
+    log_m = solve_multiplier(difference, slope, bend)
+
+    if len(choose(base, 1, 0)["flops"]) < 7:
+        return difference, log_m, np.full_like(log_m, np.nan)
+    plain = fit_curves(base, [(1, 0)], rng)[1, 0]
+    plain_optimum, slope, bend = mean_optimum({kind: plain for kind in kinds}, pairs)
+    gap = optimum + difference - plain_optimum
+    return difference, log_m, solve_multiplier(gap, slope, bend)
 
 
 # --- the verdict ---
@@ -188,9 +214,10 @@ def judge(base, trick, name, curve=None):
         result[key] = values.tolist()
     if not is_enough(looped):
         return result
-    difference, log_m = measure_pairs(curve, looped)
+    difference, log_m, log_against_plain = measure_pairs(curve, looped)
     add_estimate(result, "nats", difference)
     add_estimate(result, "multiplier", np.exp(log_m))
+    add_estimate(result, "against_plain", np.exp(log_against_plain))
     if "multiplier" not in result:
         stop(f"{name}: the baseline's loss does not fall with compute at these budgets: choose others with --budgets")
     low, high = result["multiplier_ci"]
@@ -203,8 +230,8 @@ def judge(base, trick, name, curve=None):
     same_budgets = np.isin(looped["budget"], plain["budget"])
     at_same = select(looped, same_budgets)
     if is_enough(plain) and is_enough(at_same):
-        _, looped_m = measure_pairs(curve, at_same, seed=1)
-        _, plain_m = measure_pairs(curve, plain, seed=2)
+        _, looped_m, _ = measure_pairs(curve, at_same, seed=1)
+        _, plain_m, _ = measure_pairs(curve, plain, seed=2)
         add_estimate(result, "plain", np.exp(plain_m))
         add_estimate(result, "share", np.exp(looped_m - plain_m))
     return result
@@ -244,7 +271,8 @@ def count(n, word):
 
 
 def print_verdict(name, result):
-    """Three lines that say what a trick saves, whether the loop has a share in it, and what is decided."""
+    """Four lines: what a trick saves, whether the loop has a share in it, what the loop with it is worth beside a plain
+    model, and what is decided."""
     pairs = count(result["pairs"], "pair")
     budgets = count(len(result["budget"]), "budget")
     seeds = count(len(result["seed"]), "seed")
@@ -263,7 +291,10 @@ def print_verdict(name, result):
     if "plain" in result and "share" in result:
         edges = bracket(result["share_ci"], ".2f")
         share = f"{percent_text(result['plain'], result['plain_ci'])}; share of the loop {result['share']:.2f} {edges}"
-    print(f"    the plain model, r = 1: {share}")
+    print(f"    the trick in a plain model, r = 1: {share}")
+    if "against_plain" in result:
+        effect = percent_text(result["against_plain"], result["against_plain_ci"])
+        print(f"    the loop with it against the plain model: {effect}")
     print(f"    {result['decided']}: compute multiplier {m:.2f} {bracket(bounds, '.2f')}")
 
 
@@ -301,7 +332,8 @@ def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=No
 
 # --- the scoreboard of verdicts: a line for each trick ---
 
-SCORES = ["multiplier", "plain", "share", "nats"]  # each with its interval; `plain` is the multiplier at r = 1
+# each with its interval; `plain` is the multiplier at r = 1
+SCORES = ["multiplier", "against_plain", "plain", "share", "nats"]
 COLUMNS = ["trick", "decided", *[f"{key}{end}" for key in SCORES for end in ("", "_low", "_high")], "pairs", "n_loop",
            "budgets", "seeds", "baseline", "runs"]
 

@@ -33,7 +33,7 @@ def model_flags():
 # group: (name, type, default, help); a preset sets some of them, the command line overrides both
 FLAGS = {
     "run": [
-        ("preset", str, "pocket", "group of flags that later flags override; --list_presets shows them"),
+        ("preset", str, "laptop", "group of flags that later flags override; --list_presets shows them"),
         ("out_dir", str, "", "run folder (default: out/PRESET); another run needs another folder"),
         ("data", str, "sotu", "folder written by data/prepare.py, or its name under data/; sotu is prepared if absent"),
         ("seed", int, 1337, "initial weights and order of the batches"),
@@ -105,6 +105,7 @@ HOPS = dict(n_embd=64, head_dim=64, block_size=32, n_prelude=0, n_recur=2, n_cod
             loop_norm=False, data="hops", raise_hops=0.1, raise_passes=True, batch_size=64, max_steps=1200,
             weight_decay=0.3, schedule="wsd", eval_tokens=16384)
 PRESETS = {
+    "laptop": dict(n_embd=128, inject="add", bptt=1, max_steps=1000),
     "pocket": dict(max_steps=600),
     "hops": HOPS,
     "isodepth-r1": dict(ISODEPTH, n_recur=16, n_loop=1, inject="none"),
@@ -152,8 +153,8 @@ def parse(argv=None, description=None):
 
 def complete(line):
     """Fill the flags of a command line up with its preset's and the defaults. A horizon on the line replaces the
-    preset's; what --init_from brings along comes between. Every flag that cannot work is refused here, before any work
-    is done."""
+    preset's. What --init_from brings along comes before a preset by default, and after one that is named. Every flag
+    that cannot work is refused here, before any work is done."""
     preset = dict(PRESETS[line.get("preset", DEFAULTS["preset"])])
     if len([h for h in HORIZON if line.get(h)]) > 1:
         stop("give exactly one of --max_steps, --max_tokens and --max_flops")
@@ -165,9 +166,9 @@ def complete(line):
         source = source_flags({**preset, **line}, out_dir)
     elif "tie" in line:
         stop("--tie says how layers of --init_from are joined: give that as well, or drop the flag")
-    given = {**source, **preset, **line}
-    a = {**DEFAULTS, **given, "out_dir": out_dir}
-    if a["n_loop"] == 1 and "inject" not in given:
+    given = {**source, **preset} if "preset" in line else {**preset, **source}
+    a = {**DEFAULTS, **given, **line, "out_dir": out_dir}
+    if a["n_loop"] == 1 and "inject" not in {**source, **line}:
         a["inject"] = "none"                     # one pass has nothing to inject, so the default is no matrix
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")
@@ -181,6 +182,8 @@ def complete(line):
         if line.get(name, value) != value:
             stop(f"--{name}={line[name]} contradicts {a['trick']}, which needs {name}={value}: drop the flag")
         a[name] = value
+    if "bptt" not in line and (a["inject"] == "none" or a["loss"] == "per_loop"):
+        a["bptt"] = 0                            # a preset's gives way where it cannot work
     if not a["n_head"] and a["head_dim"] > 0 and a["n_embd"] > a["head_dim"] and a["n_embd"] % a["head_dim"]:
         stop(f"--n_embd={a['n_embd']}: not a multiple of --head_dim={a['head_dim']}; change one, or give --n_head")
     a["n_head"] = a["n_head"] or max(1, a["n_embd"] // max(1, a["head_dim"]))

@@ -7,15 +7,7 @@ STYLE = {"backend": "Agg", "figure.constrained_layout.use": True, "savefig.dpi":
          "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25, "lines.markersize": 4, "errorbar.capsize": 2,
          "axes.formatter.min_exponent": 4}       # a log axis says 20 rather than 2 x 10^1
 GREY = {"color": "0.6", "lw": 1}                 # a thin line, mostly one that marks a place
-TRICKS = {                                       # names in a table of fit_law.py compare
-    "bptt": "truncated backpropagation",
-    "truncbptt": "truncated backpropagation",
-    "hyperconnect": "hyperconnections",
-    "perloop": "loss on every pass",
-    "gate": "gate per channel",
-    "inject-add": "injection by e + h",
-    "inject-none": "no injection",
-}
+PUBLISHED = {"truncbptt": "truncated backpropagation", "hyperconnect": "hyperconnections"}     # in the published table
 LOSSES = {                                       # cells of readout_study.py: where the loss is, its line and words
     "perloop": ("-", "loss on every pass"),
     "terminal": ("--", "loss on the last pass"),
@@ -154,11 +146,11 @@ def plot_scoreboard(rows, path):
     fig, axis = pyplot().subplots(figsize=(8, 1.5 + 0.38 * len(rows)))
     names = []
     for y, row in enumerate(rows):
-        name = TRICKS.get(row["trick"], row["trick"])
+        name = row["trick"].replace("_", " ")
         colour = "C0"
         if row["file"].startswith("isodepth"):
             colour = "C1"
-            name = f"{name} (published runs)"
+            name = f"{PUBLISHED.get(name, name)} (published runs)"
         low, high = float(row["difference_low"]), float(row["difference_high"])
         axis.hlines(y, low, high, color=colour, lw=2.5)
         axis.plot(float(row["difference"]), y, "o", color=colour, ms=7)
@@ -173,37 +165,48 @@ def plot_scoreboard(rows, path):
 
 
 def plot_verdicts(rows, path):
-    """rows of a scoreboard of verdict.py, best first: what each trick saves of the compute, and the plain model."""
+    """rows of a scoreboard of verdict.py, best first: what each trick saves against the loop without it (left), and
+    what the loop with it saves against the plain model (right)."""
     rows = rows[::-1]                            # the best at the top
-    fig, axis = pyplot().subplots(figsize=(8.5, 1.5 + 0.36 * len(rows)))
-    colours = {"better": "C0", "worse": "C3", "not decided": "0.55"}
+    fig, (loop_axis, plain_axis) = pyplot().subplots(1, 2, figsize=(11, 1.6 + 0.33 * len(rows)), sharey=True)
     for y, row in enumerate(rows):
-        colour = colours[row["decided"]]
-        axis.hlines(y, float(row["multiplier_low"]), float(row["multiplier_high"]), color=colour, lw=3)
-        axis.plot(float(row["multiplier"]), y, "o", color=colour, ms=7)
+        draw_multiplier(loop_axis, row, "multiplier", y)
         if row["plain"]:
-            axis.hlines(y - 0.22, float(row["plain_low"]), float(row["plain_high"]), color="0.75", lw=1.2)
-            axis.plot(float(row["plain"]), y - 0.22, "o", color="white", mec="0.5", ms=5)
-    axis.axvline(1, color="k", lw=1)
-    axis.set_xscale("log")
-    ticks = [t for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2) if axis.get_xlim()[0] < t < axis.get_xlim()[1]]
-    axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
-    axis.minorticks_off()
-    tricks, names = [row["trick"] for row in rows], []
+            loop_axis.hlines(y - 0.25, float(row["plain_low"]), float(row["plain_high"]), color="0.75", lw=1.2)
+            loop_axis.plot(float(row["plain"]), y - 0.25, "o", color="white", mec="0.5", ms=5)
+        if row["against_plain"]:
+            draw_multiplier(plain_axis, row, "against_plain", y)
+    names = []
     for row in rows:
         seeds = "1 seed" if row["seeds"] == "1" else f"{row['seeds']} seeds"
-        twice = tricks.count(row["trick"]) > 1   # from two tables
-        names.append(f"{row['trick']}, {seeds}" if twice else row["trick"])
-    axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(-0.7, len(rows) - 0.4))
-    axis.plot([], [], "o-", color="C0", lw=3, label="saves compute")
-    axis.plot([], [], "o-", color="C3", lw=3, label="costs compute")
-    axis.plot([], [], "o-", color="0.55", lw=3, label="not decided")
-    axis.plot([], [], "o-", color="0.75", mfc="white", mec="0.5", label="the same trick in the plain model, r = 1")
+        names.append(f"{row['trick']}, {seeds}".replace("_", " "))
+    loop_axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(-0.7, len(rows) - 0.4))
+    for label, colour in (("saves compute", "C0"), ("costs compute", "C3"), ("not decided", "0.55")):
+        loop_axis.plot([], [], "o-", color=colour, lw=3, label=label)
+    loop_axis.plot([], [], "o-", color="0.75", mfc="white", mec="0.5", label="the same trick in the plain model, r = 1")
     fig.legend(loc="outside lower center", ncols=4)
     better = sum(row["decided"] == "better" for row in rows)
-    finish(axis, f"{better} of {len(rows)} verdicts: the trick makes a looped model cheaper to train",
-           "compute multiplier: FLOPs the loop without it needs for the same loss (95% interval)", "")
+    ahead = sum(float(row["against_plain_low"] or 0) > 1 for row in rows)
+    finish(loop_axis, f"{better} of {len(rows)} verdicts: the trick saves compute",
+           "FLOPs that the loop without it needs for the same loss", "")
+    finish(plain_axis, f"{ahead} of {len(rows)}: the loop with it beats the plain model",
+           "FLOPs that the plain model needs for the same loss", "")
+    for axis in (loop_axis, plain_axis):
+        axis.axvline(1, color="k", lw=1)
+        axis.set_xscale("log")
+        low, high = axis.get_xlim()
+        ticks = [t for t in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3) if low < t < high]
+        axis.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axis.minorticks_off()
     save(fig, path)
+
+
+def draw_multiplier(axis, row, key, y):
+    """A multiplier of a scoreboard's row with its interval: blue above 1, red below, grey across."""
+    value, low, high = (float(row[column]) for column in (key, f"{key}_low", f"{key}_high"))
+    colour = "C0" if low > 1 else "C3" if high < 1 else "0.55"
+    axis.hlines(y, low, high, color=colour, lw=3)
+    axis.plot(value, y, "o", color=colour, ms=7)
 
 
 def plot_routing(result, path):

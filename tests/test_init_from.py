@@ -255,6 +255,9 @@ def test_flags_come_before_the_source(plain, tiny):
     assert parsed("--n_loop=2", "--n_recur=2").inject == "linear"
     assert parsed("--n_loop=2", "--n_recur=2", "--inject=none").inject == "none"
     assert parsed("--preset=isodepth-r4").n_prelude == 2
+    by_default, _ = T.parse([f"--init_from={plain}", f"--out_dir={plain.parent / 'new'}"])         # no preset is named
+    assert (by_default.n_embd, by_default.inject, by_default.preset) == (32, "none", "laptop")
+    assert parsed("--preset=laptop").n_embd == 128
 
 
 def test_a_trick_goes_on_or_begins(tiny, tmp_path, capsys):

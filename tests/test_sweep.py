@@ -124,7 +124,7 @@ def test_try_says_what_a_trick_saves_and_puts_it_on_the_scoreboard(tmp_path, mon
     assert (line["trick"], line["decided"], line["pairs"]) == ("gate", "better", "20")
     assert float(line["nats"]) == pytest.approx(-0.05) and float(line["share"]) > 1
     assert 1 < float(line["plain"]) < float(line["multiplier"])
-    assert "gate: saves" in done.stdout and "the plain model, r = 1: saves" in done.stdout
+    assert "gate: saves" in done.stdout and "the trick in a plain model, r = 1: saves" in done.stdout
     assert (tmp_path / "tricks.png").stat().st_size > 10_000
     monkeypatch.setattr(S, "run_all", None)                # all runs are in the table: nothing is run
     again = command("try", trick, *files)
@@ -157,7 +157,7 @@ def test_bad_input_is_one_sentence(flags, why, command):
 
 @pytest.mark.parametrize("text, why", [
     ("rm -rf out", "rm -rf out"), ("python train.py '--seed=1", "list.sh"), ("python train.py --nosuch=1", "--nosuch"),
-    ("python train.py --n_loop=2\npython train.py --n_loop=4", "out/pocket")])
+    ("python train.py --n_loop=2\npython train.py --n_loop=4", "out/laptop")])
 def test_a_file_of_other_commands_is_refused(text, why, tmp_path, command):
     (tmp_path / "list.sh").write_text(text)
     done = command("run", tmp_path / "list.sh")

@@ -264,7 +264,7 @@ def test_horizons(tiny):
     for flags, steps in ((["--max_steps=7"], 7), (["--max_tokens=1e4"], 10), (["--max_tokens=600"], 1)):
         args, _ = T.parse([f for f in tiny() if "max_steps" not in f] + flags + ["--batch_size=32"])
         assert T.steps_of(args, T.config_of(args, 300)) == steps
-    args, _ = T.parse(["--n_embd=128", "--max_flops=1e12"])
+    args, _ = T.parse(["--preset=pocket", "--n_embd=128", "--max_flops=1e12"])
     cfg = T.config_of(args, 4096)
     assert T.steps_of(args, cfg) == round(1e12 / LoopedLM.flops_per_token(cfg) / (args.batch_size * args.block_size))
 
@@ -577,7 +577,15 @@ def test_truncation_is_bounded_by_the_deepest_step(capsys):
 def test_one_pass_has_no_injection_unless_it_is_asked_for(capsys):
     assert T.parse(["--n_loop=1"])[0].inject == "none"
     assert T.parse(["--n_loop=1", "--inject=linear"])[0].inject == "linear"
-    assert T.parse(["--n_loop=2"])[0].inject == "linear"
+    assert T.parse(["--n_loop=2"])[0].inject == "add"
+    assert T.parse(["--preset=pocket", "--n_loop=2"])[0].inject == "linear"
+
+
+@pytest.mark.parametrize("flags", ["--loss=per_loop", "--inject=none", "--trick=tricks/gate.py"])
+def test_a_presets_truncation_gives_way_where_it_cannot_work(flags, capsys):
+    assert T.parse([])[0].bptt == 1 and T.parse([flags])[0].bptt == 0
+    if "trick" not in flags:                     # asked for, it is refused
+        assert "--bptt" in stops([flags, "--bptt=1"], capsys)
 
 
 def test_each_process_of_torchrun_takes_its_own_gpu(monkeypatch):

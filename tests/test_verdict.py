@@ -42,8 +42,8 @@ def write_table(path, runs, **changes):
 # --- the pocket tables ---
 
 @pytest.mark.parametrize("name, mean, error", [
-    ("bptt", -0.089, 0.011), ("inject-add", -0.033, 0.007), ("hyperconnections", -0.003, 0.010),
-    ("gate", 0.020, 0.008), ("inject-none", 0.099, 0.028), ("perloop", 0.102, 0.011)])
+    ("last_half", -0.089, 0.011), ("e_plus_h", -0.033, 0.007), ("hyperconnections", -0.003, 0.010),
+    ("gate", 0.020, 0.008), ("no_injection", 0.099, 0.028), ("loss_on_every_pass", 0.102, 0.011)])
 def test_differences_of_the_pairs(name, mean, error):
     pairs, n_alone = V.pair_runs(*map(joined, (tables()[0], trick_runs(name))), name)
     change = pairs["val_loss"] - pairs["without"]
@@ -68,8 +68,9 @@ def test_command_on_the_pocket_tables(cli, tmp_path):
     done = cli("verdict", BASE, TRICKS, f"--json={tmp_path / 'v.json'}")
     results = json.loads((tmp_path / "v.json").read_text())
     decided = {name: result["decided"] for name, result in results.items()}
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 3 * 6
-    assert decided["bptt"] == "better" and decided["perloop"] == decided["inject-none"] == "worse"
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 4 * 6
+    assert decided["last_half"] == "better"
+    assert decided["loss_on_every_pass"] == decided["no_injection"] == "worse"
     assert decided["hyperconnections"] == "not decided"
     for result in results.values():
         low, high = result["multiplier_ci"]
@@ -105,8 +106,8 @@ def truth():
 
 
 @lru_cache
-def gain(budget, r, factor):
-    """Nats by which the law's optimum loss falls when the compute of a budget grows by this factor."""
+def optimum(compute, r):
+    """The law's loss of the best width at this compute."""
     base, fit = truth()
     runs = S.select(base, base["n_loop"] == r)
     log_n = np.log(runs["n_once"] + runs["n_rec"])
@@ -115,9 +116,13 @@ def gain(budget, r, factor):
     grid = np.linspace(log_n.min() - 1, log_n.max() + 1, 2000)
     n_once = np.exp(np.polyval(once, grid))
     n_rec = np.exp(grid) - n_once
-    optimum = [W.predict_at(fit, n_once, n_rec, c / np.exp(np.polyval(per_token, grid)), r).min()
-               for c in (budget, factor * budget)]
-    return optimum[0] - optimum[1]
+    tokens = compute / np.exp(np.polyval(per_token, grid))
+    return W.predict_at(fit, n_once, n_rec, tokens, r).min()
+
+
+def gain(budget, r, factor):
+    """Nats by which the law's optimum loss falls when the compute of a budget grows by this factor."""
+    return optimum(budget, r) - optimum(factor * budget, r)
 
 
 def make_sweep(seed, factor, scatter=0.0, loops=(2, 4), trick_factor=None, seeds=1, grid="trick"):
@@ -164,14 +169,26 @@ def test_grid_of_the_simulation_is_that_of_the_tricks():
         assert len(pairs["flops"]) == n
 
 
-def test_noise_free_effect_comes_back():
-    base, trick = make_sweep(0, 1.3)
+def judge_noise_free(saved_nats):
+    """The verdict on a trick that lowers the law's loss by saved_nats(budget, r), without noise."""
+    _, trick = make_sweep(0, 1)
     exact = truth()[0]
-    saved = np.array([gain(b, r, 1.3) for b, r in zip(trick["budget"], trick["n_loop"])])
+    saved = np.array([saved_nats(b, r) for b, r in zip(trick["budget"], trick["n_loop"])])
     rows = {key: loss for *key, loss in zip(*(exact[k] for k in V.PAIR), exact["val_loss"]) for key in [tuple(key)]}
-    plain = np.array([rows[key] for key in zip(*(trick[k] for k in V.PAIR))])
-    result = V.judge(exact, trick | {"val_loss": plain - saved}, "simulated")
+    without = np.array([rows[key] for key in zip(*(trick[k] for k in V.PAIR))])
+    return V.judge(exact, trick | {"val_loss": without - saved}, "simulated")
+
+
+def test_noise_free_effect_comes_back():
+    result = judge_noise_free(lambda budget, r: gain(budget, r, 1.3))
     assert result["multiplier"] == pytest.approx(1.3, abs=0.04)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.2])
+def test_noise_free_comparison_with_the_plain_model_comes_back(factor):
+    """A trick that brings the loop to the loss of a plain model with this factor of its compute."""
+    result = judge_noise_free(lambda budget, r: optimum(budget, r) - optimum(factor * budget, 1))
+    assert result["against_plain"] == pytest.approx(factor, abs=0.04)
 
 
 def test_a_trick_that_does_nothing_is_covered():
