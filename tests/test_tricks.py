@@ -22,7 +22,8 @@ SMALL = dict(vocab_size=100, block_size=32, n_embd=32, n_head=2, n_loop=3, n_rec
 
 
 def trick_model(path, **kw):
-    """A small model whose trick is at work: what the trick added is drawn anew, since most tricks start as no change."""
+    """A small model whose trick is at work: what the trick added is drawn anew, since most tricks start as no change. So
+    is the injection, which starts as [I | 0], where every pass would be the same."""
     trick = tricks.model_class(path)
     torch.manual_seed(0)
     model = trick(Config(**{**SMALL, **trick.requires, **kw}))
@@ -30,7 +31,7 @@ def trick_model(path, **kw):
     with torch.no_grad():
         nn.init.normal_(model.head.weight, std=0.2)
         for name, p in model.named_parameters():
-            if name not in plain:
+            if name not in plain or name == "inject.weight":
                 p.add_(0.3 * torch.randn(p.shape))
     return model
 
@@ -394,3 +395,129 @@ def test_scalars_of_hyperconnections_do_not_decay_and_go_to_adamw(tiny):
     optimizers = T.make_optimizers(model, args)
     group = [g for g in optimizers[-1].param_groups if any(p is model.lanes["mix"] for p in g["params"])]
     assert isinstance(optimizers[-1], torch.optim.AdamW) and len(group) == 1 and group[0]["weight_decay"] == 0
+
+
+def attention_by_hand(attn, x, table, change):
+    """Attention of x (B, T, D), one head after the other; change(q, k, v) says which (B, T, D) each it is made of."""
+    D, T = x.size(-1), x.size(1)
+    outputs = []
+    qkv = change(*(x @ attn.qkv.weight[j * D:(j + 1) * D].t() for j in range(3)))
+    for q, k, v in zip(*(y.chunk(attn.n_head, -1) for y in qkv)):                  # (B, T, head_dim) of a head
+        q, k = (ops.rotate(ops.norm(y)[:, :, None], table)[:, :, 0] for y in (q, k))
+        scores = q @ k.transpose(1, 2) * q.size(-1) ** -0.5
+        later = torch.ones(T, T).triu(1).bool()
+        outputs.append(scores.masked_fill(later, -torch.inf).softmax(-1) @ v)
+    return torch.cat(outputs, -1) @ attn.proj.weight.t()
+
+
+@pytest.mark.parametrize("n_prelude", [1, 0])
+def test_value_residual_is_its_formula(n_prelude):
+    model = trick_model("tricks/value_residual.py", n_prelude=n_prelude)
+    idx, context = tokens(), model.context(tokens(), 4, None)
+    x, D = model.embed(idx), model.cfg.n_embd
+    first = None
+    if n_prelude:
+        first = ops.norm(x) @ model.prelude[0].attn.qkv.weight[2 * D:].t()
+        x = model.prelude[0](x, context, 0)
+    e = h = x
+    for state in model.loop_states(idx, context, 4):
+        x = model.inject(torch.cat([e, h], -1))
+        for mix, block in zip(model.mix, model.recur):
+            def mixed(q, k, v):
+                nonlocal first
+                first = v if first is None else first
+                return q, k, v + mix * (first - v)
+            x = x + attention_by_hand(block.attn, ops.norm(x), context.table, mixed)
+            x = x + block.ffn(ops.norm(x))
+        h = ops.norm(x)
+        torch.testing.assert_close(state, h, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_prelude", [1, 0])
+def test_value_residual_starts_as_the_loop(n_prelude):
+    states = []
+    for kind in (LoopedLM, tricks.model_class("tricks/value_residual.py")):
+        torch.manual_seed(0)
+        model = kind(Config(**{**SMALL, "n_prelude": n_prelude}, inject="add"))
+        states.append(model.loop_states(tokens(), model.context(tokens(), 3, None), 3)[-1])
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+FIRST_KEYS = "tricks/first_keys.py"
+
+
+def test_first_keys_are_those_of_the_first_pass():
+    model = trick_model(FIRST_KEYS)
+    idx, context, pairs = tokens(), model.context(tokens(), 4, None), {}
+    e = h = model.encode(idx, context)
+    for state in model.loop_states(idx, context, 4):
+        x = model.inject(torch.cat([e, h], -1))
+        for block in model.recur:
+            def change(q, k, v):
+                return q, *pairs.setdefault(block, (k, v))
+            x = x + attention_by_hand(block.attn, ops.norm(x), context.table, change)
+            x = x + block.ffn(ops.norm(x))
+        h = ops.norm(x)
+        torch.testing.assert_close(state, h, rtol=1e-4, atol=1e-4)
+
+
+def test_first_keys_take_one_slot_per_block_and_no_exit_leaves_a_gap():
+    """A cache has the slots of the first pass and those outside the loop; each token that exits after pass d reads what
+    pass d of the whole window reads, whatever the tokens before it did."""
+    model, x, y = trick_model(FIRST_KEYS, n_coda=0).eval(), tokens(), tokens(seed=2)
+    cache = KVCache(model.cfg, 2, 3)
+    model(x, n_loop=3, cache=cache)
+    assert [k is not None for k in cache.k] == 3 * [True] + 4 * [False]            # a prelude, 2 blocks, 2 more passes
+    depth = torch.randint(1, 4, x.shape, generator=torch.Generator().manual_seed(3))
+    context = model.context(x, 3, None)
+    with torch.no_grad():
+        logits = torch.stack([model.logits(h, context, 3) for h in model.loop_states(x, context, 3)])
+    chosen = logits.gather(0, (depth - 1)[None, ..., None].expand(1, -1, -1, logits.size(-1)))[0]
+    nats = nn.functional.cross_entropy(chosen.transpose(1, 2), y, reduction="none")
+    for kv in ("copy", "reuse"):
+        torch.testing.assert_close(E.score_by_step(model, x, y, E.exit_at(depth), kv)[0], nats, rtol=1e-4, atol=1e-4)
+
+
+def test_first_keys_of_one_pass_are_those_of_a_plain_model():
+    """Also with more passes than it was trained with, and a cache."""
+    model, x = trick_model(FIRST_KEYS, n_loop=1).eval(), tokens()
+    plain = LoopedLM(model.cfg)
+    plain.load_state_dict(model.state_dict())
+    for use_cache in (True, False):
+        assert torch.equal(model.generate(x, 8, temperature=0, n_loop=3, use_cache=use_cache),
+                           plain.generate(x, 8, temperature=0, n_loop=3))
+
+
+def test_first_keys_save_what_projects_keys_and_values():
+    cfg, kind = Config(n_recur=2, n_loop=4), tricks.model_class(FIRST_KEYS)
+    saved = LoopedLM.flops_per_token(cfg, train=False) - kind.flops_per_token(cfg, train=False)
+    assert saved == 3 * 2 * 4 * cfg.n_embd ** 2                                    # 3 passes, 2 blocks
+
+
+def test_token_lanes_are_their_formula():
+    model = trick_model("tricks/token_lanes.py", loop_norm=False)
+    idx, context = tokens(), model.context(tokens(), 4, None)
+    e = model.encode(idx, context)
+    lanes = [e, e]
+    for k, state in enumerate(model.loop_states(idx, context, 4)):
+        last = min(k, 2)                                                           # trained with 3 passes
+        z = torch.cat(lanes, -1)
+        z = z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        gates = {}
+        for name in ("read", "keep", "write"):
+            logits = [z @ model.W[name][last, j] + model.b[name][last, j] for j in (0, 1)]
+            gates[name] = [1 / (1 + (-y).exp()[..., None]) for y in logits]
+        x = model.inject(torch.cat([e, gates["read"][0] * lanes[0] + gates["read"][1] * lanes[1]], -1))
+        made = model.run(model.recur, x, context, 1 + 2 * k) + model.vectors[last]
+        lanes = [gates["keep"][j] * lanes[j] + 2 * gates["write"][j] * made for j in (0, 1)]
+        torch.testing.assert_close(state, (lanes[0] + lanes[1]) / 2, rtol=1e-4, atol=1e-4)
+
+
+def test_token_lanes_start_near_the_loop():
+    states = []
+    for kind in (LoopedLM, tricks.model_class("tricks/token_lanes.py")):
+        torch.manual_seed(0)
+        model = kind(Config(**SMALL, inject="add"))
+        states.append(model.loop_states(tokens(), model.context(tokens(), 3, None), 3)[-1])
+    plain, trick = states
+    assert 0.01 < (trick - plain).norm() / plain.norm() < 0.15
