@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import importlib.util
 import inspect
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def class_in(file, path):
     """Run a trick's file and return its subclass of LoopedLM; path: how the user named it."""
     spec = importlib.util.spec_from_file_location(f"trick_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module              # where a compiled block looks up what the file imports
     try:
         spec.loader.exec_module(module)
     except Exception as e:                       # whatever the user's code raises
