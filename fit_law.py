@@ -77,6 +77,8 @@ def cmd_fit(args):
     runs = load_runs(args.runs, args.convention)
     if args.budgets:
         runs = at_budgets(runs, args.budgets, args.runs)
+    if args.max_tokens:
+        runs = select(runs, runs["tokens"] <= args.max_tokens)
     if args.form is None:                        # plain models have no recurrence to fit
         args.form = "power" if (runs["n_loop"] > 1).any() else "none"
     check_fittable(runs, args.runs, args.form)
@@ -302,6 +304,7 @@ def parse_args():
     add("--budgets", "only the runs at these training FLOPs (default: all)", **reals)
     add("--form", "recurrence term: power is r^phi, none phi = 0, full phi = 1, free a multiplier for each r (default "
         "power, or none if all runs have r = 1)", choices=FORMS)
+    add("--max_tokens", "only the runs on at most this many tokens, such as those that see no text twice", type=float)
     add("--compare", "rank all forms by their error on held-out budgets and r", action="store_true")
     add("--plot", "draw the law to this PNG", metavar="FILE")
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
@@ -343,7 +346,8 @@ def main():
         cmd_published()
         return
     args = parse_args()
-    for flag in ("budgets", "widths", "loops", "vocab_size", "block_size", "speed", "flops", "n_loop", "resamples"):
+    for flag in ("budgets", "widths", "loops", "vocab_size", "block_size", "speed", "flops", "n_loop", "resamples",
+                 "max_tokens"):
         values = getattr(args, flag, None)
         if values is None:
             continue

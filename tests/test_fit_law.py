@@ -842,6 +842,9 @@ def test_committed_sweep_gives_the_committed_numbers(cli, tmp_path):
                f"--json={tmp_path / 'law.json'}")
     assert done.returncode == 0, done.stderr
     committed, again = (json.load(open(path)) for path in (f"{RESULTS}/pocket.json", tmp_path / "law.json"))
+    once = cli("fit", f"{RESULTS}/pocket_runs.csv", "--budgets", "1.5e12", "3.8e12", "9.6e12", "2.4e13",
+               "--max_tokens=3.63e6", "--resamples=20").stdout
+    assert once.startswith("56 runs at 4 budgets") and "phi    0.684" in once
     for key in ("phi", "alpha", "beta", "E", "rmse"):
         assert again[key] == pytest.approx(committed[key], rel=1e-3)
     assert again["phi_ci"] == pytest.approx(committed["phi_ci"], abs=2e-3) and again["n"] == committed["n"]
