@@ -1,7 +1,7 @@
 """
 Train one looped language model of any variant.
 
-    python train.py                                              # pocket preset, real English, 2 CPU cores: 2:49
+    python train.py                                              # preset laptop, real English, 2 CPU cores: 3:37
     python train.py --n_loop=1 --n_recur=4 --inject=none         # the plain model of the same depth
     python train.py --preset=hops                                # a task that needs depth (data/hops.py)
     python train.py --trick=tricks/gate.py                       # a looping idea from a file

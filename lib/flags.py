@@ -105,7 +105,7 @@ HOPS = dict(n_embd=64, head_dim=64, block_size=32, n_prelude=0, n_recur=2, n_cod
             loop_norm=False, data="hops", raise_hops=0.1, raise_passes=True, batch_size=64, max_steps=1200,
             weight_decay=0.3, schedule="wsd", eval_tokens=16384)
 PRESETS = {
-    "laptop": dict(n_embd=128, inject="add", bptt=1, max_steps=1000),
+    "laptop": dict(n_embd=128, bptt=1, learning_rate=0.006, max_steps=2300),
     "pocket": dict(max_steps=600),
     "hops": HOPS,
     "isodepth-r1": dict(ISODEPTH, n_recur=16, n_loop=1, inject="none"),
@@ -153,8 +153,8 @@ def parse(argv=None, description=None):
 
 def complete(line):
     """Fill the flags of a command line up with its preset's and the defaults. A horizon on the line replaces the
-    preset's. What --init_from brings along comes before a preset by default, and after one that is named. Every flag
-    that cannot work is refused here, before any work is done."""
+    preset's. What --init_from brings along replaces the preset by default, and is replaced by one that is named. Every
+    flag that cannot work is refused here, before any work is done."""
     preset = dict(PRESETS[line.get("preset", DEFAULTS["preset"])])
     if len([h for h in HORIZON if line.get(h)]) > 1:
         stop("give exactly one of --max_steps, --max_tokens and --max_flops")
@@ -166,9 +166,9 @@ def complete(line):
         source = source_flags({**preset, **line}, out_dir)
     elif "tie" in line:
         stop("--tie says how layers of --init_from are joined: give that as well, or drop the flag")
-    given = {**source, **preset} if "preset" in line else {**preset, **source}
-    a = {**DEFAULTS, **given, **line, "out_dir": out_dir}
-    if a["n_loop"] == 1 and "inject" not in {**source, **line}:
+    given = {**source, **preset, **line} if "preset" in line else {**preset, **source, **line}
+    a = {**DEFAULTS, **given, "out_dir": out_dir}
+    if a["n_loop"] == 1 and "inject" not in given:
         a["inject"] = "none"                     # one pass has nothing to inject, so the default is no matrix
     if not any(a[h] for h in HORIZON):
         stop("the run has no end: give one of --max_steps, --max_tokens and --max_flops")

@@ -209,6 +209,27 @@ def draw_multiplier(axis, row, key, y):
     axis.plot(value, y, "o", color=colour, ms=7)
 
 
+def plot_passes(runs, path):
+    """runs: {name: rows of passes.py}. What each run loses with one pass, and with two, of those it was trained with."""
+    fig, axis = pyplot().subplots(figsize=(8.5, 1.6 + 0.33 * len(runs)))
+    first = {name: rows[0]["lost"] for name, rows in runs.items()}
+    ranked = sorted(runs, key=first.get)
+    for y, name in enumerate(ranked):
+        for row in runs[name][:min(2, runs[name][0]["trained"] - 1)]:
+            style = dict(color="C3", mfc="C3") if row["passes"] == 1 else dict(color="C0", mfc="white")
+            axis.errorbar(row["lost"], y, xerr=[[row["lost"] - row["low"]], [row["high"] - row["lost"]]], fmt="o", **style)
+    axis.plot([], [], "o", color="C3", label="1 pass")
+    axis.plot([], [], "o", color="C0", mfc="white", label="2 passes, where trained with more")
+    axis.set_xscale("symlog", linthresh=0.01)
+    axis.axvline(0, color="k", lw=1)
+    axis.set(yticks=range(len(ranked)), yticklabels=[name.replace("_", " ") for name in ranked])
+    legend_below(fig, axis, 2)
+    idle = sum(lost < 0.01 for lost in first.values())
+    finish(axis, f"{idle} of {len(runs)} loops lose less than 0.01 nats with a single pass",
+           "nats per token lost with fewer passes than in training (95% interval)", "")
+    save(fig, path)
+
+
 def plot_routing(result, path):
     """result: what routing_study.py writes to routing.json. Bars: each layer, and means of two baselines."""
     layers = result["layers"]

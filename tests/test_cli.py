@@ -78,7 +78,7 @@ def test_readme_command(command, run, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["bench", "downstream", "early_exit", "fit_law", "hops_exits", "hops_study", "readout_study",
-                                    "routing_study", "sample", "sweep"])
+                                    "passes", "routing_study", "sample", "sweep"])
 def test_every_flag_of_a_script_is_read(script):
     """train.py's are tried one by one in test_train.py; here each --flag must at least be looked at somewhere."""
     parts = {"fit_law": ["sweep", "optima", "verdict"], "early_exit": ["exit_speed"]}.get(script, [])

@@ -577,8 +577,7 @@ def test_truncation_is_bounded_by_the_deepest_step(capsys):
 def test_one_pass_has_no_injection_unless_it_is_asked_for(capsys):
     assert T.parse(["--n_loop=1"])[0].inject == "none"
     assert T.parse(["--n_loop=1", "--inject=linear"])[0].inject == "linear"
-    assert T.parse(["--n_loop=2"])[0].inject == "add"
-    assert T.parse(["--preset=pocket", "--n_loop=2"])[0].inject == "linear"
+    assert T.parse(["--n_loop=2"])[0].inject == "linear"
 
 
 @pytest.mark.parametrize("flags", ["--loss=per_loop", "--inject=none", "--trick=tricks/gate.py"])
