@@ -3,7 +3,7 @@ What is each pass worth? The validation loss of a run after 1, 2, .. passes, bes
 A loop that loses nothing with one pass has learned to be a plain model, whatever else it saves.
 
     python passes.py --ckpt out/laptop                       # half a minute; draws out/passes/passes.png
-    python passes.py --ckpt out/laptop out/mine              # the names of the folders are those in the picture
+    python passes.py --ckpt out/*/C9.6e+12-d64-r4-s42        # a run of each sweep
 
 The model runs with fewer passes than it was trained with; no pass is exchanged for another. Intervals, 95%, are over
 windows of the validation text: the windows are the same for every number of passes, so that what is hard about a window
@@ -52,6 +52,16 @@ def measure_run(name, model, x, y, batch_size):
     return rows
 
 
+def name_runs(folders):
+    """{name: folder}: what a folder is called; where several are called alike, what the one around it is called."""
+    by_name = {folder.name: folder for folder in folders}
+    if len(by_name) < len(folders):
+        by_name = {folder.resolve().parent.name: folder for folder in folders}
+    if len(by_name) < len(folders):
+        stop("--ckpt: two of the runs are called alike, and so are the folders around them: rename one")
+    return by_name
+
+
 def print_run(rows):
     trained = rows[0]["trained"]
     print(f"{rows[0]['run']}, trained with {trained} passes\npasses     nats   lost to {trained} passes")
@@ -78,13 +88,10 @@ def main(argv=None):
     out, device = Path(args.out_dir), pick_device(args.device)
     check_writable("--out_dir", out)
     runs = {}
-    for ckpt in args.ckpt:
-        name = run_folder(ckpt).name
-        if name in runs:
-            stop(f"--ckpt {ckpt}: another run is called {name}, too; the names of the folders tell them apart")
-        model, state = load_model(ckpt, device, args.trick)
+    for name, run in name_runs([run_folder(ckpt) for ckpt in args.ckpt]).items():
+        model, state = load_model(run, device, args.trick)
         if model.cfg.n_loop == 1:
-            stop(f"--ckpt {ckpt}: it has no loop, so that there are no passes to leave out")
+            stop(f"--ckpt {run}: it has no loop, so that there are no passes to leave out")
         folder, meta = data_of(state)
         x, y = even_windows(folder, meta, "val", args.tokens, model.cfg.block_size)
         runs[name] = measure_run(name, model, x.to(device), y.to(device), args.batch_size)

@@ -55,4 +55,10 @@ def test_what_it_refuses(looped, tiny, capsys):
         assert stopped.value.code == 2
         return capsys.readouterr().err
     assert "no loop" in refused(looped.parent / "plain")
-    assert "is called run, too" in refused(looped, looped / "ckpt.pt")
+    assert "called alike" in refused(looped, looped / "ckpt.pt")
+
+
+def test_runs_of_one_name_have_that_of_the_folder_around_them(tmp_path):
+    here, there = tmp_path / "gate" / "s42", tmp_path / "carry" / "s42"
+    assert P.name_runs([here, there]) == {"gate": here, "carry": there}
+    assert list(P.name_runs([here, tmp_path / "other"])) == ["s42", "other"]
