@@ -2,8 +2,8 @@
 How fast is it: train-step and decode throughput, FLOP/s or MFU, peak memory, of one model or of several in turn.
 
     python bench.py                                              # the default model: train step and cached decoding
-    python bench.py --n_loop=2 --n_recur=2 --vs="--n_loop=1 --n_recur=4 --inject=none"     # A/B of two configs
-    python bench.py --n_embd=384 --batch_size=8 --nanogpt=PATH   # against a clone of karpathy/nanoGPT (fp32 and bf16)
+    python bench.py --preset=pocket --n_recur=2 --n_loop=2 --vs="--n_loop=1 --n_recur=4 --inject=none"     # A/B
+    python bench.py --preset=pocket --n_embd=384 --nanogpt=PATH   # against a clone of karpathy/nanoGPT (fp32 and bf16)
     python bench.py --n_embd=384 --what=decode --hf_gpt2         # against transformers' GPT-2: pip install transformers
     python bench.py --what=moe --hf_mixtral                      # experts against the dense layer of equal FLOPs
 

@@ -1,6 +1,6 @@
 """
-What is each pass worth? The validation loss of a run after 1, 2, .. passes, beside that with the passes of its training.
-A loop that loses nothing with one pass has learned to be a plain model, whatever else it saves.
+What is each pass worth? The validation loss of a run after 1, 2, .. passes, beside that with the passes of its
+training. A loop that loses nothing with one pass has learned to be a plain model, whatever else it saves.
 
     python passes.py --ckpt out/laptop                       # half a minute; draws out/passes/passes.png
     python passes.py --ckpt out/*/C9.6e+12-d64-r4-s42        # a run of each sweep
@@ -29,7 +29,8 @@ def losses_of_windows(model, x, y, n_loop, batch_size):
     nats = []
     for inputs, targets in zip(x.split(batch_size), y.split(batch_size)):
         logits, _ = model(inputs, targets, n_loop=n_loop)                          # (B, T, V)
-        per_token = F.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")     # (B, T)
+        logits = logits.transpose(1, 2).float()
+        per_token = F.cross_entropy(logits, targets, reduction="none")             # (B, T)
         nats.append(per_token.sum(1) / (targets >= 0).sum(1))
     return torch.cat(nats).double()
 

@@ -204,7 +204,7 @@ def radial_share(model, states, context, targets, k):
 
 def update_of_pass(before, after):
     """What a pass does to states (N, D), means over tokens: s, their rms before it; its update b = a u + b_perp, of
-    which a lengthens the state and b_perp turns it; how far it turned, and first_order, the estimate b_perp / s."""
+    which a lengthens the state and b_perp turns it; how far it turned, and the estimate b_perp / s of that."""
     s = rms(before)
     u, b = before / s, after - before
     a, b_perp = split_update(b, u)

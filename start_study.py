@@ -27,8 +27,8 @@ from verdict import seed_noise
 BUDGET = 9.6e12                                  # training FLOPs in all
 WIDTH = 64                                       # best of the baseline's at this budget
 SEEDS = (42, 43)
-COMMON = ("--vocab_size=1024 --n_embd=64 --n_head=1 --n_prelude=1 --n_coda=1 --batch_size=4 --learning_rate=0.02 "
-          "--eval_interval=0 --eval_tokens=131072 --threads=1 --compile=true")
+COMMON = ("--preset=pocket --vocab_size=1024 --n_embd=64 --n_head=1 --n_prelude=1 --n_coda=1 --batch_size=4 "
+          "--learning_rate=0.02 --eval_interval=0 --eval_tokens=131072 --threads=1 --compile=true")
 SHAPE = {1: "--n_loop=1 --n_recur=8 --inject=none", 2: "--n_loop=2 --n_recur=4 --inject=linear",
          4: "--n_loop=4 --n_recur=2 --inject=linear"}
 NAME = re.compile(r"(plain|loop)(\d+)-to-r(\d)(?:-(first|last|add))?-s(\d+)")      # how a run of the second part is called

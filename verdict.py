@@ -84,16 +84,25 @@ def seed_noise(runs):
 
 # --- what the baseline's compute is worth ---
 
-def fit_surface(runs, r):
-    """The quadratic surface of the loss of runs (n,) with r loops, in x = log C and y = log N around their means: the
-    matrix from losses to its six coefficients (6, n), and the losses on the surface (n,)."""
+def surface_basis(runs):
+    """1, x, x^2, y, y^2, x y of runs (n, 6), where x = log C and y = log N around their means; None if the runs are too
+    few or too alike for a surface."""
+    if len(runs["flops"]) < 7:
+        return None
     log_c = np.log(runs["flops"])
     log_n = np.log(runs["n_once"] + runs["n_rec"])
     x = log_c - log_c.mean()
     y = log_n - log_n.mean()
     columns = [x ** 0, x, x ** 2, y, y ** 2, x * y]
     basis = np.stack(columns, axis=1)
-    if len(x) < 7 or np.linalg.matrix_rank(basis) < 6:
+    return basis if np.linalg.matrix_rank(basis) == 6 else None
+
+
+def fit_surface(runs, r):
+    """The quadratic surface of the loss of runs (n,) with r loops: the matrix from losses to its six coefficients
+    (6, n), and the losses on the surface (n,)."""
+    basis = surface_basis(runs)
+    if basis is None:
         stop(f"the baseline has too few runs with n_loop {r:g} for a curve of its loss: it takes three budgets with "
              "three widths each")
     inverse = np.linalg.pinv(basis)
@@ -107,14 +116,15 @@ def minimise_over_n(coefficients):
     by_yy = np.where(by_yy > 0, by_yy, np.nan)  # a parabola that bends down has no lowest loss
     # minimum over y: constant + by_x x + by_xx x^2 - (by_y + by_xy x)^2 / (4 by_yy)
     tilt = by_xy / (2 * by_yy)
-    constant = constant - by_y * tilt / 2
+    constant = constant - by_y ** 2 / (4 * by_yy)
     slope = by_x - by_y * tilt
     bend = by_xx - by_xy * tilt / 2
     return constant, slope, bend
 
 
 def fit_curves(base, kinds, rng):
-    """L* for each (n_loop, n_expert) of kinds: {kind: (x = 0 in log C, constant, slope, bend)}, the last three (1 + S,)."""
+    """L* for each (n_loop, n_expert) of kinds: {kind: (log C where x = 0, constant, slope, bend)}, the last three
+    (1 + S,)."""
     fits, squares, spare = {}, 0, 0
     for kind in sorted(kinds):
         runs = choose(base, *kind)
@@ -182,7 +192,7 @@ def resample_difference(pairs, rng):
 
 def measure_pairs(base, pairs, seed=0):
     """(1 + S,) each, the estimate and then every resample: the difference in nats, log m, and log m against the plain
-    model, all NaN if the baseline has too few plain runs for its curve. base: the runs for the curves."""
+    model, all NaN if the baseline's plain runs are too few for a curve. base: the runs for the curves."""
     rng = np.random.default_rng(seed)
     difference = resample_difference(pairs, rng)
     base = select(base, base["budget"] >= pairs["budget"].min())
@@ -191,7 +201,7 @@ def measure_pairs(base, pairs, seed=0):
     optimum, slope, bend = mean_optimum(curves, pairs)
     log_m = solve_multiplier(difference, slope, bend)
 
-    if len(choose(base, 1, 0)["flops"]) < 7:
+    if surface_basis(choose(base, 1, 0)) is None:
         return difference, log_m, np.full_like(log_m, np.nan)
     plain = fit_curves(base, [(1, 0)], rng)[1, 0]
     plain_optimum, slope, bend = mean_optimum({kind: plain for kind in kinds}, pairs)

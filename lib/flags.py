@@ -182,8 +182,8 @@ def complete(line):
         if line.get(name, value) != value:
             stop(f"--{name}={line[name]} contradicts {a['trick']}, which needs {name}={value}: drop the flag")
         a[name] = value
-    if "bptt" not in line and (a["inject"] == "none" or a["loss"] == "per_loop"):
-        a["bptt"] = 0                            # a preset's gives way where it cannot work
+    if "bptt" not in line and (a["inject"] == "none" or a["loss"] == "per_loop" or a["trick"]):
+        a["bptt"] = 0                            # a preset's gives way where it cannot work, or may starve a trick
     if not a["n_head"] and a["head_dim"] > 0 and a["n_embd"] > a["head_dim"] and a["n_embd"] % a["head_dim"]:
         stop(f"--n_embd={a['n_embd']}: not a multiple of --head_dim={a['head_dim']}; change one, or give --n_head")
     a["n_head"] = a["n_head"] or max(1, a["n_embd"] // max(1, a["head_dim"]))

@@ -178,7 +178,7 @@ def plot_verdicts(rows, path):
             draw_multiplier(plain_axis, row, "against_plain", y)
     names = []
     for row in rows:
-        seeds = "1 seed" if row["seeds"] == "1" else f"{row['seeds']} seeds"
+        seeds = "1 seed" if int(row["seeds"]) == 1 else f"{row['seeds']} seeds"
         names.append(f"{row['trick']}, {seeds}".replace("_", " "))
     loop_axis.set(yticks=range(len(rows)), yticklabels=names, ylim=(-0.7, len(rows) - 0.4))
     for label, colour in (("saves compute", "C0"), ("costs compute", "C3"), ("not decided", "0.55")):
@@ -189,7 +189,7 @@ def plot_verdicts(rows, path):
     ahead = sum(float(row["against_plain_low"] or 0) > 1 for row in rows)
     finish(loop_axis, f"{better} of {len(rows)} verdicts: the trick saves compute",
            "FLOPs that the loop without it needs for the same loss", "")
-    finish(plain_axis, f"{ahead} of {len(rows)}: the loop with it beats the plain model",
+    finish(plain_axis, f"{ahead} of {len(rows)}: the loop with it beats a plain one of equal depth",
            "FLOPs that the plain model needs for the same loss", "")
     for axis in (loop_axis, plain_axis):
         axis.axvline(1, color="k", lw=1)
@@ -217,7 +217,8 @@ def plot_passes(runs, path):
     for y, name in enumerate(ranked):
         for row in runs[name][:min(2, runs[name][0]["trained"] - 1)]:
             style = dict(color="C3", mfc="C3") if row["passes"] == 1 else dict(color="C0", mfc="white")
-            axis.errorbar(row["lost"], y, xerr=[[row["lost"] - row["low"]], [row["high"] - row["lost"]]], fmt="o", **style)
+            axis.hlines(y, row["low"], row["high"], color=style["color"])
+            axis.plot(row["lost"], y, "o", **style)
     axis.plot([], [], "o", color="C3", label="1 pass")
     axis.plot([], [], "o", color="C0", mfc="white", label="2 passes, where trained with more")
     axis.set_xscale("symlog", linthresh=0.01)

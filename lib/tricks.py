@@ -58,12 +58,14 @@ def model_class(path, options=""):
 
 def class_in(file, path):
     """Run a trick's file and return its subclass of LoopedLM; path: how the user named it."""
-    spec = importlib.util.spec_from_file_location(f"trick_{file.stem}", file)
+    name = f"trick_{file.stem}_{file_hash(file)[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module              # where a compiled block looks up what the file imports
+    sys.modules[name] = module                   # where a compiled block looks up what the file imports
     try:
         spec.loader.exec_module(module)
     except Exception as e:                       # whatever the user's code raises
+        del sys.modules[name]
         line = f", line {e.lineno}" if isinstance(e, SyntaxError) else ""
         stop(f"--trick={path}: the file does not run ({type(e).__name__}: {e}{line})")
     found = [c for c in vars(module).values()

@@ -27,7 +27,8 @@ def corpus(tmp_path_factory):
 
 def tiny_flags(data, out_dir, *more):
     """Command-line flags of a model that trains in a second."""
-    return ["--preset=pocket", f"--data={data}", f"--out_dir={out_dir}", "--n_embd=32", "--head_dim=16", "--block_size=32",
+    return ["--preset=pocket", f"--data={data}", f"--out_dir={out_dir}", "--n_embd=32", "--head_dim=16",
+            "--block_size=32",
             "--batch_size=4", "--max_steps=20", "--eval_tokens=512", "--eval_interval=10", "--log_interval=1",
             "--dtype=float32", "--device=cpu", "--threads=1", *more]
 

@@ -48,6 +48,7 @@ def test_what_is_planned_can_be_run(capsys):
             flags.pop("tie", None)
             args, _ = parse([f"--{name}={value}" for name, value in flags.items()])
             assert args.n_prelude + args.n_loop * args.n_recur + args.n_coda == 10 and args.n_embd == S.WIDTH
+            assert args.bptt == 0                          # as in the baseline that they are compared with
             assert steps_of(args, config_of(args, 1024)) > 10
             folders.add(args.out_dir)
             flops[args.out_dir] = args.max_flops + flops.get(source, 0)

@@ -1,6 +1,7 @@
 """Every file in tricks/ keeps what the loop promises: counts, causality, caches, resume, processes, exits; and how a
 trick is loaded, named and refused. A new file in tricks/ is tested without a line here."""
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import train as T
 from conftest import ROOT
 from lib import ops, tricks
 from lib.checkpoint import load_model
+from lib.flags import flops_of
 from model import Config, KVCache, LoopedLM
 from test_train import equal, interrupt_at, losses, rows, train, weights
 
@@ -26,7 +28,8 @@ def trick_model(path, **kw):
     is the injection, which starts as [I | 0], where every pass would be the same."""
     trick = tricks.model_class(path)
     torch.manual_seed(0)
-    model = trick(Config(**{**SMALL, **trick.requires, **kw}))
+    requires = {name: value for name, value in trick.requires.items() if hasattr(Config, name)}    # of the model
+    model = trick(Config(**{**SMALL, **requires, **kw}))
     plain = {name for name, _ in LoopedLM(model.cfg).named_parameters()}
     with torch.no_grad():
         nn.init.normal_(model.head.weight, std=0.2)
@@ -521,3 +524,17 @@ def test_token_lanes_start_near_the_loop():
         states.append(model.loop_states(tokens(), model.context(tokens(), 3, None), 3)[-1])
     plain, trick = states
     assert 0.01 < (trick - plain).norm() / plain.norm() < 0.15
+
+
+def test_the_list_of_tricks_is_the_folder():
+    page = (ROOT / "tricks" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(\w+)\.py\]", page, re.M)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "tricks").glob("*.py"))
+
+
+def test_late_gradients_end_with_all_passes_under_any_preset():
+    """Also where the preset truncates: the FLOPs are a mean of both parts."""
+    args, _ = T.parse(["--trick=tricks/late_gradients.py", "--bptt=1", "--max_steps=100"])
+    cfg = T.config_of(args, 4096)
+    whole, last = LoopedLM.flops_per_token(cfg), LoopedLM.flops_per_token(cfg, bptt=1)
+    assert flops_of(args, cfg) == pytest.approx(0.6 * last + 0.4 * whole)

@@ -184,6 +184,16 @@ def test_noise_free_effect_comes_back():
     assert result["multiplier"] == pytest.approx(1.3, abs=0.04)
 
 
+def test_optimum_of_a_surface_is_its_lowest_point():
+    """Against a fine grid of y, with a slope in y that is neither small nor like the mixed one."""
+    surface = np.array([3, -0.3, 0.02, 0.07, 0.15, -0.05])
+    constant, slope, bend = V.minimise_over_n(surface)
+    y = np.linspace(-3, 3, 60_001)
+    for x in (-1, 0, 1.5):
+        lowest = (np.stack([y ** 0, x + 0 * y, x * x + 0 * y, y, y ** 2, x * y], axis=1) @ surface).min()
+        assert constant + slope * x + bend * x ** 2 == pytest.approx(lowest, abs=1e-7)
+
+
 @pytest.mark.parametrize("factor", [0.8, 1.2])
 def test_noise_free_comparison_with_the_plain_model_comes_back(factor):
     """A trick that brings the loop to the loss of a plain model with this factor of its compute."""

@@ -10,8 +10,9 @@ from model import LoopedLM
 
 
 class LateGradients(LoopedLM):
+    requires = {"loss": "terminal"}
     share: float = 0.6                           # of the steps
 
     @classmethod
     def schedule(cls, cfg, step, max_steps):
-        return {"bptt": 1} if step < cls.share * max_steps else {}
+        return {"bptt": 1 if step < cls.share * max_steps else 0}
