@@ -280,14 +280,14 @@ TABLE = [*SUMMARY, "recipe"]  # columns of a table that says what is done alread
 
 def recipe_of(flags):
     """A short hash of what makes a run: its flags that are not defaults, but for those that change rounding or nothing,
-    and the content of its trick's file."""
+    and the code of its trick."""
     from lib.flags import DEFAULTS, FREE, parse
-    from lib.tricks import file_hash, trick_file
+    from lib.tricks import code_of, trick_file
     args, _ = parse(flags)
     facts = {name: value for name, value in vars(args).items() if value != DEFAULTS[name]}
     facts = {name: value for name, value in facts.items() if name not in FREE}
     if args.trick:
-        facts["trick"] = file_hash(trick_file(args.trick))
+        facts["trick"] = code_of(trick_file(args.trick))
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -312,7 +312,7 @@ def complete_table(path, planned, jobs):
         if key not in done:
             runs.append(flags)
         elif done[key]["recipe"] != recipes[key]:
-            stop(f"{path} holds {key[1]} of {key[0]} already, run with other flags or another content of its file: give "
+            stop(f"{path} holds {key[1]} of {key[0]} already, run with other flags or another code of its trick: give "
                  "this one another --name, or remove the rows of the old one and its folder under out/")
     if len(runs) < len(planned):
         print(f"{len(planned) - len(runs)} runs are in {os.path.relpath(path)}")

@@ -5,6 +5,7 @@ Load a trick: a file with one subclass of model.LoopedLM (tricks/README.md says 
 options: no code comes out of a checkpoint, and a file that is missing or has changed is refused.
 """
 import argparse
+import ast
 import hashlib
 import importlib.util
 import inspect
@@ -32,6 +33,14 @@ def trick_file(path):
 
 def file_hash(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def code_of(path):
+    """What a file does, as text: without its docstring and its comments, which may say later what was measured."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    if ast.get_docstring(tree) is not None:
+        del tree.body[0]
+    return ast.unparse(tree)
 
 
 @lru_cache

@@ -80,8 +80,19 @@ def test_runs_in_the_table_are_not_run_again_and_finished_ones_are_added(tmp_pat
     assert "is no table of" in capsys.readouterr().err
 
 
+def test_committed_runs_are_those_of_the_committed_tricks():
+    """`try` takes them as done: their flags, and the code of their files, have not changed since."""
+    done = S.read_done(ROOT / "results" / "try_runs.csv")
+    names = {name for name, _ in done if (ROOT / "tricks" / f"{name}.py").is_file()}
+    assert len(names) > 5
+    for name in names:
+        for flags, _, _ in S.plan_runs("try", name, f"--trick=tricks/{name}.py", seeds=[42, 43, 44]):
+            row = done.get((name, S.folder_of(flags).name))
+            assert row is None or row["recipe"] == S.recipe_of(flags), name
+
+
 def test_another_trick_of_the_same_name_is_not_taken_as_done(tmp_path, monkeypatch, capsys):
-    """Other options, or another content of the file: neither the table nor a folder counts as done."""
+    """Other options, or other code: neither the table nor a folder counts as done. A docstring may say more by then."""
     monkeypatch.chdir(tmp_path)
     trick = tmp_path / "mine.py"
     trick.write_text((ROOT / "tricks" / "pass_vector.py").read_text())
@@ -93,10 +104,12 @@ def test_another_trick_of_the_same_name_is_not_taken_as_done(tmp_path, monkeypat
     monkeypatch.setattr(S, "run_all", train)
     S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
     S.complete_table(tmp_path / "runs.csv", planned, jobs=2)       # the same once more is fine
-    trick.write_text(trick.read_text() + "\n# changed\n")
+    trick.write_text(trick.read_text().replace('"""', '"""Measured: nothing.', 1) + "\n# a comment\n")
+    S.complete_table(tmp_path / "runs.csv", planned, jobs=2)
+    trick.write_text(trick.read_text() + "\nchanged = True\n")
     with pytest.raises(SystemExit):
         S.complete_table(tmp_path / "runs.csv", S.plan_runs("try", "mine", f"--trick={trick}", seeds=[42]), jobs=2)
-    assert "another content of its file" in capsys.readouterr().err
+    assert "another code of its trick" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         S.complete_table(tmp_path / "runs.csv", S.plan_runs("try", "mine", "--bptt=1", seeds=[42]), jobs=2)
     assert "--name" in capsys.readouterr().err
