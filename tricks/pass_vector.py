@@ -4,7 +4,7 @@ start, so that equal blocks can tell the passes apart. Passes beyond the trained
 parameter-golf #1110, after the Universal Transformer (arXiv 1807.03819); there one vector per pass, as here.
 
 Claim: none, no ablation published.
-Here: not measured yet.
+Here (10 pairs of runs, r = 2 and 4, one seed): costs 0% [-3, 3] more compute, not decided (results/tricks.md).
 """
 import torch
 import torch.nn as nn
