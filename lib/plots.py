@@ -189,7 +189,7 @@ def plot_verdicts(rows, path):
     ahead = sum(float(row["against_plain_low"] or 0) > 1 for row in rows)
     finish(loop_axis, f"{better} of {len(rows)} verdicts: the trick saves compute",
            "FLOPs that the loop without it needs for the same loss", "")
-    finish(plain_axis, f"{ahead} of {len(rows)}: the loop with it beats a plain one of equal depth",
+    finish(plain_axis, f"{ahead} of {len(rows)}: it beats the plain model of equal depth",
            "FLOPs that the plain model needs for the same loss", "")
     for axis in (loop_axis, plain_axis):
         axis.axvline(1, color="k", lw=1)

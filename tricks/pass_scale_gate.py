@@ -8,7 +8,7 @@ first. With whole passes as input such a map is a table, one row per pass. Sourc
 of time and step size), LoopMoE (arXiv 2606.04438, abstract).
 
 Claim: more than one point on average in LoopMoE (arXiv 2606.04438, abstract).
-Here: not measured yet.
+Here (10 pairs of runs, r = 2 and 4, one seed): costs 11% [4, 19] more compute (results/tricks.md).
 """
 import torch
 import torch.nn as nn
