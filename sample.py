@@ -32,6 +32,8 @@ def read_prompt(prompt):
         return prompt
     try:
         return Path(prompt[len("FILE:"):]).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        stop(f"--prompt {prompt}: there is no such file")
     except (OSError, ValueError) as e:           # not UTF-8 is a ValueError
         stop(f"--prompt {prompt}: not a file of UTF-8 text ({type(e).__name__})")
 
