@@ -200,6 +200,7 @@ def run_all(todo, jobs):
             progress(f"{finished} of {len(todo)} runs, {work / total:.0%} of the FLOPs"
                      + (f", ETA {duration(eta)}" if work > before else ""), keep=False)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)      # a second one must not break off the saving
         print("\nstopping: every run finishes its step and saves", file=sys.stderr)
         for process in running:
             while process.is_alive():            # again, if a run ended just then and another began
