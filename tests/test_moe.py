@@ -502,7 +502,7 @@ def test_contenders_of_the_bench_run(monkeypatch, layer):
 # --- bad input ---
 @pytest.mark.parametrize("flags, says", [
     (["--n_expert=4", "--n_active=5"], "n_active=5 of n_expert=4"), (["--n_expert=1"], "n_expert=1"),
-    (["--n_expert=4", "--n_active=3"], "must divide the hidden width"), (["--n_expert=4", "--n_active=0"], "n_active=0"),
+    (["--n_expert=4", "--n_active=3", "--n_embd=192"], "must divide the hidden width"), (["--n_expert=4", "--n_active=0"], "n_active=0"),
     (["--n_expert=-2"], "n_expert=-2"), (["--balance=both"], "--balance"), (["--mup_base=-1"], "mup_base=-1")])
 def test_bad_input_is_one_sentence(capsys, flags, says):
     with pytest.raises(SystemExit) as e:
