@@ -14,7 +14,6 @@ take p passes. Means over the runs, with 95% t intervals.
 Shapes: B examples, T tokens, S = n_loop passes, n answers of all examples.
 """
 import argparse
-import csv
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from exit_cost import Costs, calibrate, costs, fixed_depth, random_exits, saved
 from exits import CRITERIA, Rule, advance, begin, doubt, exit_at, exit_below, read, run_at_once
 from lib.checkpoint import load_on_task, run_folder
 from lib.console import misused, progress, require_at_least, stop
-from lib.files import check_writable
+from lib.files import check_writable, write_csv
 from lib.machine import pick_device
 from lib.plots import plot_hops_exits
 from lib.stats import mean_interval
@@ -174,17 +173,17 @@ def print_table(runs):
         print(line)
 
 
-def write_csv(path, names, runs):
+def table_rows(names, runs):
     """One row for each run, rule and aim."""
-    columns = ["saved", "full", "accuracy", "fixed", "random"]
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        writer = csv.writer(f)
-        writer.writerow(["run", "rule", "aim", *columns, "passes"])
-        for name, points in zip(names, runs):
-            for (rule, aim), point in points.items():
-                numbers = [round(point[column], 4) for column in columns]
-                passes = " ".join(f"{k:.2f}" for k in point["passes"])
-                writer.writerow([name, rule, aim, *numbers, passes])
+    rows = []
+    for name, points in zip(names, runs):
+        for (rule, aim), point in points.items():
+            row = {"run": name, "rule": rule, "aim": aim}
+            for column in ("saved", "full", "accuracy", "fixed", "random"):
+                row[column] = round(point[column], 4)
+            row["passes"] = " ".join(f"{k:.2f}" for k in point["passes"])
+            rows.append(row)
+    return rows
 
 
 def main(argv=None):
@@ -223,7 +222,7 @@ def main(argv=None):
     tokens = [token.decode() for token in tokens]
     plot_hops_exits(in_all(runs), AIM, tokens, meta, cfg.n_loop, out / "exits.png")
     names = [run_folder(ckpt).name for ckpt in a.ckpt]
-    write_csv(out / "exits.csv", names, runs)
+    write_csv(out / "exits.csv", table_rows(names, runs))
     print(f"wrote exits.png and exits.csv to {out}")
 
 

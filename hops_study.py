@@ -12,7 +12,6 @@ Runs that differ in nothing but their seed are one group: means over seeds, with
 Shapes: B examples, T tokens, Q queries, N symbols, K passes, V vocabulary.
 """
 import argparse
-import csv
 import json
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import torch
 from data.hops import MAX_HOPS, count_right, draw_examples, hops_of, inputs_and_targets
 from lib.checkpoint import load_on_task, run_folder
 from lib.console import misused, progress, require_at_least, stop
-from lib.files import check_writable, write_atomic
+from lib.files import check_writable, write_atomic, write_csv
 from lib.flags import FREE
 from lib.machine import pick_device
 from lib.plots import plot_hops, plot_learning, plot_staircase, read_metrics
@@ -185,41 +184,33 @@ def print_group(name, runs):
             print(f"{k:16d}" + "".join(f"{share:10.3f}" for share in row))
 
 
-def write_csv(path, groups):
+def accuracy_rows(groups):
     """One row for each run, pass and number of hops."""
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        writer = csv.writer(f)
-        writer.writerow(["group", "run", "seed", "pass", "hops", "accuracy"])
-        for name, runs in groups.items():
-            for run in runs:
-                for k, row in enumerate(run["accuracy"], 1):
-                    for p, share in enumerate(row, 1):
-                        writer.writerow([name, run["run"], run["flags"]["seed"], k, p, round(share, 4)])
+    rows = []
+    for name, runs in groups.items():
+        for run in runs:
+            where = {"group": name, "run": run["run"], "seed": run["flags"]["seed"]}
+            for k, shares in enumerate(run["accuracy"], 1):
+                for p, share in enumerate(shares, 1):
+                    rows.append({**where, "pass": k, "hops": p, "accuracy": round(share, 4)})
+    return rows
 
 
-def write_learned(path, groups):
+def learned_rows(groups):
     """One row for each run: the most hops that training asked for, the FLOPs after which 1, 2, .. hops were learned
     (empty: never), and the share of readouts that name step k after pass k."""
-    H = max(run["hops"] for runs in groups.values() for run in runs)
-    hops = range(1, H + 1)
-    with open(path, "w", newline="", encoding="utf-8") as f:
-        writer = csv.writer(f)
-        writer.writerow(["group", "run", "seed", "in_blocks", "asked", *[f"learned_{p}" for p in hops],
-                         *[f"names_{k}" for k in hops]])
-        for name, runs in groups.items():
-            for run in runs:
-                learned = [f"{flops:.3g}" if flops else "" for flops in run["learned_at"]]
-                named = []
-                for k, shares in enumerate(run["named"] or [], 1):
-                    if k < len(shares):
-                        named.append(round(shares[k], 4))
-                writer.writerow([name, run["run"], run["flags"]["seed"], run["in_blocks"], run["asked"],
-                                 *fill(learned, H), *fill(named, H)])
-
-
-def fill(cells, n):
-    """The cells, and empty ones up to n."""
-    return [*cells, *[""] * (n - len(cells))]
+    rows = []
+    for name, runs in groups.items():
+        for run in runs:
+            row = {"group": name, "run": run["run"], "seed": run["flags"]["seed"], "in_blocks": run["in_blocks"],
+                   "asked": run["asked"]}
+            for p, flops in enumerate(run["learned_at"], 1):
+                row[f"learned_{p}"] = f"{flops:.3g}" if flops else ""
+            for k, shares in enumerate(run["named"] or [], 1):
+                if k < len(shares):
+                    row[f"names_{k}"] = round(shares[k], 4)
+            rows.append(row)
+    return rows
 
 
 def main(argv=None):
@@ -256,8 +247,8 @@ def main(argv=None):
         if all(run["named"] for run in same) and same[0]["n_loop"] > 1:
             plot_staircase(same, out / "staircase.png")    # of the first looped group
             break
-    write_csv(out / "hops.csv", groups)
-    write_learned(out / "learned.csv", groups)
+    write_csv(out / "hops.csv", accuracy_rows(groups))
+    write_csv(out / "learned.csv", learned_rows(groups))
     write_atomic(out / "hops.json", json.dumps(groups, indent=1).encode())
     print(f"wrote pictures and tables to {out}")
 

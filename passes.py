@@ -21,6 +21,7 @@ from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_csv
 from lib.machine import pick_device
 from lib.plots import plot_passes
+from lib.stats import mean_interval
 
 
 @torch.no_grad()
@@ -45,11 +46,9 @@ def measure_run(name, model, x, y, batch_size):
         nats[k] = losses_of_windows(model, x, y, k, batch_size)
     rows = []
     for k, losses in nats.items():
-        lost = losses - nats[trained]
-        mean = lost.mean().item()
-        half = 1.96 * lost.std().item() / len(lost) ** 0.5
-        rows.append({"run": name, "trained": trained, "passes": k, "nats": losses.mean().item(), "lost": mean,
-                     "low": mean - half, "high": mean + half})
+        lost, low, high = mean_interval((losses - nats[trained]).tolist())
+        rows.append({"run": name, "trained": trained, "passes": k, "nats": losses.mean().item(), "lost": lost,
+                     "low": low, "high": high})
     return rows
 
 

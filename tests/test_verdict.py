@@ -80,6 +80,56 @@ def test_command_on_the_pocket_tables(cli, tmp_path):
         assert line in page
 
 
+# --- the page of tricks holds what its raw files say ---
+
+PAGE = (F.ROOT / "results" / "tricks.md").read_text(encoding="utf-8")
+
+
+def rows_of(name):
+    with open(F.ROOT / "results" / name, newline="", encoding="utf-8") as f:
+        return list(csv.DictReader(f))
+
+
+def test_table_of_tricks_is_the_scoreboard():
+    _, section = PAGE.split("## All of them, ranked")
+    section, _ = section.split("## What do the passes do?")
+    _, _, *lines = [line for line in section.splitlines() if line.startswith("|")]         # below the head
+    scores = rows_of("tricks.csv")
+    assert len(lines) == len(scores)
+    for line, row in zip(lines, scores):
+        for key in ("multiplier", "plain", "against_plain"):
+            if row[key]:
+                text = V.percent_text(*[float(row[key]), [float(row[f"{key}_{end}"]) for end in ("low", "high")]])
+                assert text.replace(" of the compute", "").replace(" more compute", "") in line, row["trick"]
+
+
+def test_table_of_passes_is_that_of_its_file():
+    for row in rows_of("passes.csv"):
+        if int(row["passes"]) < 4:
+            assert f"{float(row['lost']):+.3f}" in PAGE, row
+    for row in rows_of("passes.csv"):
+        if row["passes"] == "4":
+            assert f"| {float(row['nats']):.3f} | " in PAGE, row
+
+
+def test_table_of_depths_is_the_lowest_losses():
+    """Plain with 10 layers, the loop, the loop with gradients through its last pass, plain with 4 layers."""
+    lowest = {}
+    for name in ("pocket_runs.csv", "baseline_runs.csv", "try_runs.csv", "depth_runs.csv"):
+        for row in rows_of(name):
+            layers = 2 + int(row["n_loop"]) * int(row["n_recur"])
+            truncated = row["sweep"] == "last_pass" or "loop10" in row["run"]
+            if row["seed"] != "42" or row["n_loop"] == "8" or name == "try_runs.csv" and not truncated:
+                continue
+            kind = (layers, row["n_loop"] == "1", truncated)
+            budget = min((1.5e12, 3.8e12, 9.6e12, 2.4e13), key=lambda b: abs(np.log(float(row["flops"]) / b)))
+            lowest.setdefault((budget, kind), []).append(float(row["val_loss"]))
+    kinds = [(10, True, False), (10, False, False), (10, False, True), (4, True, False)]
+    for budget in ("1.5e12", "3.8e12", "9.6e12", "2.4e13"):
+        *first, last = [f"{min(lowest[float(budget), kind]):.3f}" for kind in kinds]
+        assert f"| {budget} | {' | '.join(first)} | **{last}** |" in PAGE
+
+
 def test_too_few_pairs_no_pair_and_other_flops(cli, tmp_path):
     runs = trick_runs("gate")
     few = S.select(runs, runs["n_embd"] == 24)

@@ -29,7 +29,7 @@ class ValueResidual(LoopedLM):
     def note(self, module, args, qkv):
         self.first = qkv[..., 2 * self.cfg.n_embd:]
 
-    def mixed(self, mix, module, args, qkv):     # compiled with its block, which cannot look up what this file imports
+    def mixed(self, mix, module, args, qkv):
         v = qkv[..., 2 * self.cfg.n_embd:]
         if self.first is None:                   # no prelude, pass 1: block 0 makes it
             self.first = v
