@@ -290,6 +290,11 @@ class LoopedLM(nn.Module):
         """What a trick changes from one training step to the next: {"n_loop": ..., "bptt": ...}, or a part of it."""
         return {}
 
+    @classmethod
+    def loop_rates(cls, cfg):
+        """Two factors for the matrices that the passes share: of their learning rate, and of their weight decay."""
+        return 1.0, 1.0
+
     # --- loop ---
     def encode(self, idx, context):
         """The prelude's output e (B, T, D) of tokens idx (B, T)."""

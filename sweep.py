@@ -68,17 +68,20 @@ def plan_runs(preset, folder, flags="", seeds=(42,), budgets=None, widths=None, 
         stop(f"--flags: {clash[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
     shared, _ = parse(shlex.split(flags))
     requires = model_class(shared.trick, shared.trick_args).requires
+    bare = grid["flags"].format(n_embd=128, n_loop=1, n_recur=grid["looped"], inject="none", n_expert=0)
+    once = [a.n_prelude + a.n_coda for a, _ in (parse(shlex.split(text)) for text in (bare, f"{bare} {flags}"))]
+    looped = grid["looped"] + once[0] - once[1]  # blocks that --flags puts around the loop leave it: equal depth
     planned = []
     for budget in budgets or grid["widths"]:
         at_budget = widths or grid["widths"].get(budget)
         if not at_budget:
             stop(f"--budgets={budget:g}: the {preset} preset has no widths for it: give --widths")
         for d, r, n_expert, seed in product(at_budget, loops or grid["loops"], grid["experts"], seeds):
-            if d % grid["multiple"] or grid["looped"] % r:
+            if d % grid["multiple"] or looped % r or looped < r:
                 stop(f"--widths={d} --loops={r}: {preset} takes multiples of {grid['multiple']} as widths and loop "
-                     f"counts that divide {grid['looped']}")
+                     f"counts that divide its {looped} blocks of all passes")
             inject = requires.get("inject", grid["inject"] if r > 1 else "none")
-            n_recur = grid["looped"] // r
+            n_recur = looped // r
             text = grid["flags"].format(n_embd=d, n_loop=r, n_recur=n_recur, inject=inject, n_expert=n_expert)
             experts = f"-e{n_expert}" if n_expert else ""
             text += f" {flags} --max_flops={budget:g} --seed={seed} " \

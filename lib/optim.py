@@ -56,7 +56,8 @@ def orthogonalize(x, n_steps=5):
 def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest. Muon's update has AdamW's
     usual size, so both follow one learning rate. A matrix is the weight of a Linear; what a trick adds as a bare
-    nn.Parameter, of whatever shape, goes to AdamW and does not decay."""
+    nn.Parameter, of whatever shape, goes to AdamW and does not decay. A trick's loop_rates put the matrices of the loop into
+    a group of their own."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     matrices, scalars = [], []
     for p in model.parameters():
@@ -70,11 +71,17 @@ def make_optimizers(model, args):
     groups.append({"params": [model.embed.weight], "weight_decay": 0.0, "lr_scale": args.embed_lr})
     if scalars:
         groups.append({"params": scalars, "weight_decay": 0.0})
-    optimizers = []
-    if args.optimizer == "muon":                 # all singular values equal: an update's norm grows as sqrt(w), not w
-        optimizers.append(Muon([{"params": matrices, **slower(w ** 0.5)}], lr=args.learning_rate))
-    else:
-        groups.append({"params": matrices, **slower(w)})
+    muon = args.optimizer == "muon"
+    rate = slower(w ** 0.5 if muon else w)       # Muon: all singular values equal, so that an update's norm grows as
+    of_matrices = [{"params": matrices, **rate}]                                   # sqrt(w), not w
+    lr_factor, decay_factor = model.loop_rates(model.cfg)
+    if (lr_factor, decay_factor) != (1, 1):
+        looped = {id(p) for name, p in model.named_parameters() if name.startswith(("recur.", "inject."))}
+        shared = {"lr_scale": rate["lr_scale"] * lr_factor, "weight_decay": rate["weight_decay"] * decay_factor}
+        of_matrices = [{"params": [p for p in matrices if id(p) not in looped], **rate},
+                       {"params": [p for p in matrices if id(p) in looped], **shared}]
+    optimizers = [Muon(of_matrices, lr=args.learning_rate)] if muon else []
+    groups += [] if muon else of_matrices
     fused = model.table.device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
     return optimizers

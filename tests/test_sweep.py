@@ -53,6 +53,14 @@ def test_grid_of_a_trick_has_the_seeds_and_names_of_the_baseline():
     assert {(args.inject, args.n_loop) for args in runs} >= {(required["inject"], 1), (required["inject"], 4)}
 
 
+@pytest.mark.parametrize("flags, blocks", [("--n_prelude=3 --n_coda=3", 4), ("--n_prelude=5", 4), ("--bptt=1", 8)])
+def test_blocks_that_flags_put_around_the_loop_leave_it(flags, blocks):
+    """A try compares models of equal depth."""
+    planned = [parse(run)[0] for run, _, _ in S.plan_runs("try", "place", flags)]
+    assert {args.n_prelude + args.n_recur * args.n_loop + args.n_coda for args in planned} == {10}
+    assert {args.n_recur * args.n_loop for args in planned} == {blocks}
+
+
 # --- what is done ---
 
 def test_runs_in_the_table_are_not_run_again_and_finished_ones_are_added(tmp_path, monkeypatch, capsys):

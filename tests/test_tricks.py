@@ -538,3 +538,27 @@ def test_late_gradients_end_with_all_passes_under_any_preset():
     cfg = T.config_of(args, 4096)
     whole, last = LoopedLM.flops_per_token(cfg), LoopedLM.flops_per_token(cfg, bptt=1)
     assert flops_of(args, cfg) == pytest.approx(0.6 * last + 0.4 * whole)
+
+
+def test_gradients_in_turn_run_through_each_number_of_passes_once():
+    trick = tricks.model_class("tricks/gradients_in_turn.py")
+    assert [trick.schedule(Config(n_loop=3), step, 100)["bptt"] for step in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    args, _ = T.parse(["--trick=tricks/gradients_in_turn.py", "--max_steps=100"])
+    cfg = T.config_of(args, 4096)
+    each = [LoopedLM.flops_per_token(cfg, bptt=bptt) for bptt in (1, 2, 3, 4)]
+    assert flops_of(args, cfg) == pytest.approx(sum(each) / 4)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("options, rate, decay", [("", 0.5, 0.1), ("rate=0,decay=1", 1, 0.025)])
+def test_shared_rate_lowers_it_for_the_matrices_of_the_loop_alone(optimizer, options, rate, decay):
+    trick = "--trick=tricks/shared_rate.py"
+    args, _ = T.parse([trick, f"--trick_args={options}", f"--optimizer={optimizer}", "--n_loop=4", "--inject=linear"])
+    model = tricks.model_class(args.trick, args.trick_args)(T.config_of(args, 300))
+    groups = {p: group for o in T.make_optimizers(model, args) for group in o.param_groups for p in group["params"]}
+    assert len(groups) == len(list(model.parameters()))
+    for name, p in model.named_parameters():
+        if name.startswith(("recur.", "inject.")):
+            assert (groups[p]["lr_scale"], groups[p]["weight_decay"]) == pytest.approx((rate, decay))
+        elif name.startswith(("prelude.", "coda.")):
+            assert (groups[p]["lr_scale"], groups[p]["weight_decay"]) == (1, 0.1)

@@ -1,0 +1,17 @@
+"""
+Gradients in turn: they run through the last pass only, then through the last two, and so on to all r, and then from the
+start, step by step. Most steps are cheap, and each pass is trained now and then. Source: none; a fixed number of passes
+is in arXiv 2604.21106 (interventions), one drawn at random in other work.
+
+Claim: none.
+Here: not measured yet.
+"""
+from model import LoopedLM
+
+
+class GradientsInTurn(LoopedLM):
+    requires = {"loss": "terminal"}
+
+    @classmethod
+    def schedule(cls, cfg, step, max_steps):
+        return {"bptt": 1 + step % cfg.n_loop}

@@ -1,0 +1,19 @@
+"""
+Shared rate: the matrices of the loop get r times as many gradients as the others, all added up. So their learning rate is
+times r^-rate, here 1 / sqrt(r), or their weight decay times r^-decay (--trick_args=rate=0,decay=1: 1 / r). A lower rate
+lowers the decay as well, since a step shrinks a matrix by the product of the two. Source: parameter-golf #363, which
+lowers the decay of all matrices.
+
+Claim: a decay of .02, .04, .06 gave 1.2955, 1.2983, 1.3060 bits/byte (parameter-golf #363).
+Here: not measured yet.
+"""
+from model import LoopedLM
+
+
+class SharedRate(LoopedLM):
+    rate: float = 0.5
+    decay: float = 0.0
+
+    @classmethod
+    def loop_rates(cls, cfg):
+        return cfg.n_loop ** -cls.rate, cfg.n_loop ** -cls.decay
