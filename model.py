@@ -9,7 +9,7 @@ A looped language model: one block of layers runs r times, where a plain transfo
         H_k = h                                a loop boundary: a place to read out, to exit, to measure
     logits = head(norm(coda(h)))               n_coda blocks, run once
 
-With n_loop = 1 and inject = none this is a plain pre-norm decoder. What differs from GPT-2: rotary positions instead of
+With n_loop = 1, inject = none and loop_norm = False this is a plain pre-norm decoder. What differs from GPT-2: rotary positions instead of
 learned ones, queries and keys are normalised, SwiGLU instead of GELU, RMSNorm without gain (a gain would fold into the
 matrix that follows), no biases, no dropout, embedding and head are separate matrices.
 
@@ -47,7 +47,7 @@ class Config:
     n_prelude: int = 1        # blocks before the loop, run once
     n_recur: int = 1          # blocks inside the loop, shared by all passes
     n_coda: int = 1           # blocks after the loop, run once
-    n_loop: int = 4           # passes r through the loop; 1: each block once, a plain transformer with inject=none
+    n_loop: int = 4           # passes r through the loop; 1, with inject=none: a plain transformer
     inject: str = "linear"    # what a pass gets: none (h) | add (e + h) | linear (W [e; h])
     loop_norm: bool = True    # RMSNorm at the end of every pass
     readout: str = "norm"     # norm before the head: norm (always) | raw (never) | final (at the last pass only)
@@ -232,7 +232,7 @@ class LoopedLM(nn.Module):
                 nn.init.trunc_normal_(p, std=std, a=-3 * std, b=3 * std)
             elif name == "head.weight":
                 p.normal_(0, 0.001)              # first predictions are uniform: the loss starts at ln V
-            elif name == "inject.weight":        # [I | 0]: each pass starts as the plain stack
+            elif name == "inject.weight":        # [I | 0]: before training a pass sees e, not h
                 p.copy_(torch.eye(*p.shape))
             else:                                # keeps the scale; residual branches share one unit of variance
                 branch = name.endswith(("proj.weight", "down.weight"))
@@ -341,7 +341,8 @@ class LoopedLM(nn.Module):
         """Tokens idx (B, T) to [H_1 .. H_K], what is read at each loop boundary. bptt > 0: gradients flow only through
         the last bptt passes; the state before them is a constant (arXiv 2604.21106, interventions)."""
         e = self.encode(idx, context)
-        h, states = self.start(e), []
+        h = self.start(e)
+        states = []
         for k in range(n_loop):
             within_reach = bptt == 0 or k >= n_loop - bptt
             with torch.set_grad_enabled(torch.is_grad_enabled() and within_reach):

@@ -5,7 +5,7 @@ training. A loop that loses nothing with one pass has learned to be a plain mode
     python passes.py --ckpt out/laptop                       # half a minute; draws out/passes/passes.png
     python passes.py --ckpt out/*/C9.6e+12-d64-r4-s42        # a run of each sweep
 
-The model runs with fewer passes than it was trained with; no pass is exchanged for another. Intervals, 95%, are over
+The model runs with fewer passes than it was trained with. Intervals, 95%, are over
 windows of the validation text: the windows are the same for every number of passes, so that what is hard about a window
 cancels. They do not say what another seed would give.
 """
@@ -64,7 +64,7 @@ def name_runs(folders):
 
 def print_run(rows):
     trained = rows[0]["trained"]
-    print(f"{rows[0]['run']}, trained with {trained} passes\npasses     nats   lost to {trained} passes")
+    print(f"{rows[0]['run']}, trained with {trained} passes\npasses     nats   more than after {trained}")
     for row in rows:
         print("{passes:6d} {nats:8.3f}   {lost:+.3f} [{low:+.3f}, {high:+.3f}]".format(**row))
 

@@ -45,7 +45,7 @@ def read_rows(path, source):
     except csv.Error as error:
         stop(f"{path} line {line} is not CSV ({error}): repair that line")
     except (OSError, UnicodeDecodeError) as error:
-        stop(f"cannot read {path} ({error}): {source}")
+        stop(f"cannot read {path} ({getattr(error, 'strerror', 'it is not UTF-8')}): {source}")
     if not lines:
         return [], {}
     top = min(lines)

@@ -1,5 +1,5 @@
 """
-Sweeps of train.py: print a grid as commands, run commands on all cores, collect finished runs, try a trick.
+Sweeps of train.py: run a list of its commands on all cores, or try a trick.
 
     python sweep.py try tricks/gate.py                  # does it save compute? 30 runs, 16 min on two idle cores
     python sweep.py try --flags=--inject=add --name=e_plus_h      # a trick that is a flag
@@ -249,7 +249,6 @@ def read_summary(folder):
     try:
         with open(path, encoding="utf-8") as f:
             summary = json.load(f)
-        summary.setdefault("trick", "")          # a run of an earlier version
         summary["sweep"] = os.path.basename(os.path.dirname(os.path.abspath(folder)))  # out/SWEEP/RUN
         return {key: summary[key] for key in SUMMARY}
     except OSError:

@@ -10,9 +10,10 @@ the trick alone, so no law is needed to compare them, and what is hard or easy a
 - Compute multiplier m: how many times its FLOPs the baseline would need for the loss of the trick. Above 1 the trick
   saves compute, below 1 it costs compute. The baseline's losses at each r are fitted by a quadratic in log C and log N;
   its minimum over N is the optimum loss L*(C), a quadratic in log C. m solves, over the pairs,
-  mean(L*(m C, r) - L*(C, r)) = difference. So a trick is taken to change the loss of the best width as it changes the
-  mean of the widths that were run. L* is fitted to all budgets of the baseline from the cheapest of the pairs upwards.
-- Share of the loop: m at r > 1 divided by m at r = 1. A trick that helps the plain model as much has the share 1.
+  mean(L*(m C, r) - L*(C, r)) = difference. The trick is taken to change the best width's loss by the mean change over
+  the widths that were run. L* is fitted to all budgets of the baseline from the cheapest of the pairs upwards.
+- Share of the loop, as the tables call it: m at r > 1 divided by m at r = 1. A trick that helps the plain model as much
+  has the share 1. It is no part of a whole, and may be above 1.
 - Against the plain model: the same m, but with the plain model's L*(C) as the curve,
   mean(L*(m C, 1) - L*(C, r)) = difference. Both sides are at their best width; this one does depend on the fitted L*.
 
@@ -48,9 +49,9 @@ def pair_runs(base, trick, name):
     has_pair = np.array([key in rows for key in keys], bool)
     partner = [rows[key] for key in keys if key in rows]
     pairs = select(trick, has_pair)
-    plain = select(base, np.array(partner, int))
-    pairs["without"] = plain["val_loss"]
-    ratios = pairs["flops"] / plain["flops"]
+    without = select(base, np.array(partner, int))
+    pairs["without"] = without["val_loss"]
+    ratios = pairs["flops"] / without["flops"]
     for r, d, ratio in zip(pairs["n_loop"], pairs["n_embd"], ratios):
         if abs(ratio - 1) > SAME_FLOPS:
             stop(f"{name}: the run with n_loop {r:g} and n_embd {d:g} took {ratio:.3f} times the FLOPs of its pair: "
@@ -240,10 +241,10 @@ def judge(base, trick, name, curve=None):
     same_budgets = np.isin(looped["budget"], plain["budget"])
     at_same = select(looped, same_budgets)
     if is_enough(plain) and is_enough(at_same):
-        _, looped_m, _ = measure_pairs(curve, at_same, seed=1)
-        _, plain_m, _ = measure_pairs(curve, plain, seed=2)
-        add_estimate(result, "plain", np.exp(plain_m))
-        add_estimate(result, "share", np.exp(looped_m - plain_m))
+        _, log_looped, _ = measure_pairs(curve, at_same, seed=1)
+        _, log_plain, _ = measure_pairs(curve, plain, seed=2)
+        add_estimate(result, "plain", np.exp(log_plain))
+        add_estimate(result, "share", np.exp(log_looped - log_plain))
     return result
 
 
@@ -300,7 +301,7 @@ def print_verdict(name, result):
     share = "unknown, there are too few r = 1 runs with a pair"
     if "plain" in result and "share" in result:
         edges = bracket(result["share_ci"], ".2f")
-        share = f"{percent_text(result['plain'], result['plain_ci'])}; share of the loop {result['share']:.2f} {edges}"
+        share = f"{percent_text(result['plain'], result['plain_ci'])}; multiplier of the loop over it {result['share']:.2f} {edges}"
     print(f"    the trick in a plain model, r = 1: {share}")
     if "against_plain" in result:
         effect = percent_text(result["against_plain"], result["against_plain_ci"])

@@ -544,6 +544,22 @@ def plot_starts(rows, path):
     save(fig, path)
 
 
+def plot_repeats(rows, words, path):
+    """rows: of repeat_study.py, a dict for each share of the text, width and model; words: a name for each model."""
+    fig, axis = pyplot().subplots(figsize=(8, 5))
+    for i, (model, name) in enumerate(words.items()):
+        for width, style in zip(sorted({row["width"] for row in rows}), ("-o", "--s", ":^")):
+            line = [row for row in rows if (row["model"], row["width"]) == (model, width) and "half" in row]
+            if line:
+                axis.errorbar(values(line, "epochs") * 1.02 ** i, values(line, "mean"), values(line, "half"), fmt=style,
+                              color=f"C{i}", label=f"{name}, width {width}")
+    axis.axhline(0, **GREY)
+    axis.set_xscale("log")
+    finish(axis, "Looping when text is scarce, against the plain model of 10 layers at equal training FLOPs",
+           "how often the text was seen", "loss more than of the plain model, nats per token")
+    save(fig, path)
+
+
 def plot_tasks(columns, axes, unit, path):
     """Scores on the axes: of a checkpoint at several depths, against passes; else of each checkpoint, or how far it is
     from the first."""

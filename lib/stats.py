@@ -9,4 +9,4 @@ def mean_interval(values):
     from scipy.stats import t                    # slow to import, and most commands do without
     mean, n = np.mean(values), len(values)
     half = t.ppf(0.975, n - 1) * np.std(values, ddof=1) / n ** 0.5 if n > 1 else math.nan
-    return mean, mean - half, mean + half
+    return float(mean), float(mean - half), float(mean + half)       # not numpy's, which write their type into a table

@@ -75,9 +75,6 @@ def test_command_on_the_pocket_tables(cli, tmp_path):
     for result in results.values():
         low, high = result["multiplier_ci"]
         assert low < result["multiplier"] < high and (result["multiplier"] > 1) == (result["nats"] < 0)
-    page = (F.ROOT / "results" / "tricks.md").read_text(encoding="utf-8")
-    for line in done.stdout.splitlines():
-        assert line in page
 
 
 # --- the page of tricks holds what its raw files say ---
@@ -104,6 +101,8 @@ def test_table_of_tricks_is_the_scoreboard():
 
 
 def test_table_of_passes_is_that_of_its_file():
+    for row in rows_of("passes.csv"):
+        assert float(row["low"]) <= float(row["lost"]) <= float(row["high"])
     for row in rows_of("passes.csv"):
         if int(row["passes"]) < 4:
             assert f"{float(row['lost']):+.3f}" in PAGE, row

@@ -1,6 +1,5 @@
 """
-Shared rate: the matrices of the loop get r times as many gradients as the others, all added up. So their learning rate is
-times r^-rate, here 1 / sqrt(r), or their weight decay times r^-decay (--trick_args=rate=0,decay=1: 1 / r). A lower rate
+Shared rate: a step of a shared matrix changes r passes at once. So its learning rate is times r^-rate, here 1 / sqrt(r), or its weight decay times r^-decay (--trick_args=rate=0,decay=1: 1 / r). A lower rate
 lowers the decay as well, since a step shrinks a matrix by the product of the two. Source: parameter-golf #363, which
 lowers the decay of all matrices.
 
