@@ -1,6 +1,6 @@
 """
 Early exits: let a token leave the loop as soon as its prediction is certain, and measure what that saves and costs. And
-drafting, which costs nothing: early passes guess the next tokens, the others check them.
+drafting, which costs nothing: early passes guess the next tokens, one call of the other passes checks them.
 
     python train.py --loss=per_loop --out_dir=out/x            # supervise every pass; terminal models work, badly
     python early_exit.py --ckpt out/x                          # convergence, frontier, KV policies; table, PNG, JSON
@@ -373,7 +373,7 @@ def parse(argv=None):
     add("--batch_size", 16, "windows scored side by side")
     parser.add_argument("--prompt", nargs="+", help="generate from these texts instead")
     add("--exit_tau", 1.0, "tau of the generation; 0 never exits")
-    add("--draft_passes", 0, "draft with this many passes and verify with all, instead of exits; 0: exits")
+    add("--draft_passes", 0, "draft with this many passes and verify with the others, instead of exits; 0: exits")
     add("--draft_tokens", "auto", "how many to draft at a time; auto: by what was accepted so far")
     parser.add_argument("--draft_study", action="store_true", help="time every --draft_passes with many --draft_tokens, "
                         "greedy and, if given, at --temperature")
