@@ -364,14 +364,17 @@ def score_line(name, result, sources):
 
 
 def add_to_scoreboard(path, results, sources):
-    """Put the verdicts into the table at path, each in place of an older one of that name and table, and draw it."""
+    """Put the verdicts into the table at path and draw it. A trick has one line: a verdict takes the place of an older one
+    from the same table of runs, and of one from another table with fewer pairs."""
     names, rows = read_rows(path, "`verdict --scoreboard` writes it") if os.path.isfile(path) else (COLUMNS, {})
     if names != COLUMNS:
         stop(f"{path} is no scoreboard, whose columns are {','.join(COLUMNS)}: give another file")
-    lines = {(row["trick"], row["runs"]): row for row in rows.values()}
+    lines = {row["trick"]: row for row in rows.values()}
     for name, result in results.items():
-        if "decided" in result:
-            lines[name, sources[1]] = score_line(name, result, sources)
+        old = lines.get(name)
+        better_known = old and old["runs"] != sources[1] and int(old["pairs"]) > result["pairs"]
+        if "decided" in result and not better_known:
+            lines[name] = score_line(name, result, sources)
     ranked = sorted(lines.values(), key=lambda line: -float(line["multiplier"]))
     with writing("scoreboard", path), open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")

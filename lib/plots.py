@@ -187,9 +187,9 @@ def plot_verdicts(rows, path):
     fig.legend(loc="outside lower center", ncols=4)
     better = sum(row["decided"] == "better" for row in rows)
     ahead = sum(float(row["against_plain_low"] or 0) > 1 for row in rows)
-    finish(loop_axis, f"{better} of {len(rows)} verdicts: the trick saves compute",
+    finish(loop_axis, f"{better} of {len(rows)} tricks save compute",
            "FLOPs for the same loss, without it / with it", "")
-    finish(plain_axis, f"{ahead} of {len(rows)}: it beats the plain model of equal depth",
+    finish(plain_axis, f"{ahead} of {len(rows)} loops with it beat the plain model of equal depth",
            "FLOPs for the same loss, plain / loop with it", "")
     for axis in (loop_axis, plain_axis):
         axis.axvline(1, color="k", lw=1)

@@ -164,6 +164,22 @@ def test_scoreboard_comes_out_again_from_the_committed_tables(tmp_path, cli):
         assert new[old["trick"]] == old
 
 
+def test_a_trick_has_one_line_on_the_scoreboard_that_of_more_pairs(tmp_path, cli):
+    """e + h and the gate were run on two grids; whichever is judged last, the one with 20 pairs stays."""
+    results = ROOT / "results"
+    older, newer = ("pocket_runs.csv", "trick_runs.csv"), ("baseline_runs.csv", "try_runs.csv")
+    for order in ((older, newer), (newer, older)):
+        board = tmp_path / f"{order[0][0]}.csv"
+        for base, runs in order:
+            done = cli("verdict", results / base, results / runs, "--curve", results / "pocket_runs.csv",
+                       f"--scoreboard={board}")
+            assert done.returncode == 0, done.stderr
+        rows = list(csv.DictReader(board.open()))
+        assert len({row["trick"] for row in rows}) == len(rows)
+        pairs = {row["trick"]: (row["pairs"], row["runs"]) for row in rows}
+        assert pairs["gate"] == pairs["e_plus_h"] == ("20", "try_runs.csv") and pairs["last_half"] == ("18", "trick_runs.csv")
+
+
 @pytest.mark.parametrize("flags, why", [
     (["try"], "either the file of a trick"), (["try", "tricks/gate.py", "--flags=--bptt=1"], "either the file"),
     (["try", "--flags=--bptt=1"], "--name"), (["try", "tricks/nosuch.py"], "nosuch"),
