@@ -12,6 +12,8 @@ the trick alone, so no law is needed to compare them, and what is hard or easy a
   its minimum over N is the optimum loss L*(C), a quadratic in log C. m solves, over the pairs,
   mean(L*(m C, r) - L*(C, r)) = difference. The trick is taken to change the best width's loss by the mean change over
   the widths that were run. L* is fitted to all budgets of the baseline from the cheapest of the pairs upwards.
+- Tokens: how many times the tokens of its pair a run with the trick sees, since its steps are cheaper: the geometric mean
+  over the pairs. A trick whose m equals this saves by cheaper steps, and is neither better nor worse per token.
 - Share of the loop, as the tables call it: m at r > 1 divided by m at r = 1. A trick that helps the plain model as much
   has the share 1. It is no part of a whole, and may be above 1.
 - Against the plain model: the same m, but with the plain model's L*(C) as the curve,
@@ -43,7 +45,8 @@ PAIR = ["budget", "n_embd", "n_loop", "n_expert", "seed"]
 # --- pairs ---
 
 def pair_runs(base, trick, name):
-    """The trick's runs that have a pair, with its loss as `without` (n,), and the number of runs without a pair."""
+    """The trick's runs that have a pair, with its loss as `without` (n,) and how many times its tokens they saw as
+    `token_ratio` (n,), and the number of runs without a pair."""
     rows = index_runs(base, "the baseline")
     keys = index_runs(trick, name)
     has_pair = np.array([key in rows for key in keys], bool)
@@ -51,6 +54,7 @@ def pair_runs(base, trick, name):
     pairs = select(trick, has_pair)
     without = select(base, np.array(partner, int))
     pairs["without"] = without["val_loss"]
+    pairs["token_ratio"] = pairs["tokens"] / without["tokens"]
     ratios = pairs["flops"] / without["flops"]
     for r, d, ratio in zip(pairs["n_loop"], pairs["n_embd"], ratios):
         if abs(ratio - 1) > SAME_FLOPS:
@@ -229,6 +233,7 @@ def judge(base, trick, name, curve=None):
     add_estimate(result, "nats", difference)
     add_estimate(result, "multiplier", np.exp(log_m))
     add_estimate(result, "against_plain", np.exp(log_against_plain))
+    result["tokens"] = float(np.exp(np.mean(np.log(looped["token_ratio"]))))
     if "multiplier" not in result:
         stop(f"{name}: the baseline's loss does not fall with compute at these budgets: choose others with --budgets")
     low, high = result["multiplier_ci"]
@@ -282,8 +287,8 @@ def count(n, word):
 
 
 def print_verdict(name, result):
-    """Four lines: what a trick saves, whether the loop has a share in it, what the loop with it is worth beside a plain
-    model, and what is decided."""
+    """Five lines: what a trick saves, how many more tokens it sees, whether the loop has a share in it, what the loop with
+    it is worth beside a plain model, and what is decided."""
     pairs = count(result["pairs"], "pair")
     budgets = count(len(result["budget"]), "budget")
     seeds = count(len(result["seed"]), "seed")
@@ -298,6 +303,7 @@ def print_verdict(name, result):
     loops = " and ".join(f"{r:g}" for r in result["n_loop"])
     nats = bracket(result["nats_ci"], "+.3f")
     print(f"{name}: {effect} at r = {loops} ({pairs}, {budgets}, {seeds}; {result['nats']:+.3f} nats {nats}{alone})")
+    print(f"    at the same FLOPs it sees {result['tokens']:.2f} times the tokens")
     share = "unknown, there are too few r = 1 runs with a pair"
     if "plain" in result and "share" in result:
         edges = bracket(result["share_ci"], ".2f")
@@ -345,7 +351,7 @@ def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=No
 
 # each with its interval; `plain` is the multiplier at r = 1
 SCORES = ["multiplier", "against_plain", "plain", "share", "nats"]
-COLUMNS = ["trick", "decided", *[f"{key}{end}" for key in SCORES for end in ("", "_low", "_high")], "pairs", "n_loop",
+COLUMNS = ["trick", "decided", *[f"{key}{end}" for key in SCORES for end in ("", "_low", "_high")], "tokens", "pairs", "n_loop",
            "budgets", "seeds", "baseline", "runs"]
 
 
@@ -357,7 +363,8 @@ def score_line(name, result, sources):
             low, high = result[f"{key}_ci"]
             for column, value in zip((key, f"{key}_low", f"{key}_high"), (result[key], low, high)):
                 line[column] = f"{value:.4f}"
-    line.update(trick=name, decided=result["decided"], pairs=result["pairs"], baseline=sources[0], runs=sources[1])
+    line.update(trick=name, decided=result["decided"], tokens=f"{result['tokens']:.4f}", pairs=result["pairs"],
+                baseline=sources[0], runs=sources[1])
     line["n_loop"] = " ".join(f"{r:g}" for r in result["n_loop"])
     line["budgets"], line["seeds"] = len(result["budget"]), len(result["seed"])
     return line

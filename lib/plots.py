@@ -165,12 +165,13 @@ def plot_scoreboard(rows, path):
 
 
 def plot_verdicts(rows, path):
-    """rows of a scoreboard of verdict.py, best first: what each trick saves against the loop without it (left), and
-    what the loop with it saves against the plain model (right)."""
+    """rows of a scoreboard of verdict.py, best first: what each trick saves against the loop without it (left), with a
+    mark at the tokens that its steps buy, and what the loop with it saves against the plain model (right)."""
     rows = rows[::-1]                            # the best at the top
     fig, (loop_axis, plain_axis) = pyplot().subplots(1, 2, figsize=(11, 1.6 + 0.33 * len(rows)), sharey=True)
     for y, row in enumerate(rows):
         draw_multiplier(loop_axis, row, "multiplier", y)
+        loop_axis.plot(float(row["tokens"]), y, "|", color="k", ms=15, mew=1.5)
         if row["plain"]:
             loop_axis.hlines(y - 0.25, float(row["plain_low"]), float(row["plain_high"]), color="0.75", lw=1.2)
             loop_axis.plot(float(row["plain"]), y - 0.25, "o", color="white", mec="0.5", ms=5)
@@ -184,12 +185,13 @@ def plot_verdicts(rows, path):
     for label, colour in (("saves compute", "C0"), ("costs compute", "C3"), ("not decided", "0.55")):
         loop_axis.plot([], [], "o-", color=colour, lw=3, label=label)
     loop_axis.plot([], [], "o-", color="0.75", mfc="white", mec="0.5", label="the same trick in the plain model, r = 1")
-    fig.legend(loc="outside lower center", ncols=4)
+    loop_axis.plot([], [], "|", color="k", ms=10, mew=1.5, label="tokens seen, with it / without it")
+    fig.legend(loc="outside lower center", ncols=5)
     better = sum(row["decided"] == "better" for row in rows)
     ahead = sum(float(row["against_plain_low"] or 0) > 1 for row in rows)
     finish(loop_axis, f"{better} of {len(rows)} tricks save compute",
            "FLOPs for the same loss, without it / with it", "")
-    finish(plain_axis, f"{ahead} of {len(rows)} loops with it beat the plain model of equal depth",
+    finish(plain_axis, f"{ahead} of {len(rows)} beat the plain model of equal depth",
            "FLOPs for the same loss, plain / loop with it", "")
     for axis in (loop_axis, plain_axis):
         axis.axvline(1, color="k", lw=1)

@@ -283,5 +283,5 @@ def test_share_done(tmp_path):
 
 def test_verdict_table_columns_are_those_of_the_picture():
     line = V.score_line("x", dict(decided="better", pairs=6, n_loop=[2], budget=[1], seed=[42], multiplier=1.1,
-                                  multiplier_ci=[1.0, 1.2]), ("a.csv", "b.csv"))
-    assert list(line) == V.COLUMNS and line["plain"] == "" and line["multiplier_low"] == "1.0000"
+                                  multiplier_ci=[1.0, 1.2], tokens=1.5), ("a.csv", "b.csv"))
+    assert list(line) == V.COLUMNS and line["plain"] == "" and line["multiplier_low"] == "1.0000" and line["tokens"] == "1.5000"

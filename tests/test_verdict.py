@@ -68,7 +68,7 @@ def test_command_on_the_pocket_tables(cli, tmp_path):
     done = cli("verdict", BASE, TRICKS, f"--json={tmp_path / 'v.json'}")
     results = json.loads((tmp_path / "v.json").read_text())
     decided = {name: result["decided"] for name, result in results.items()}
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 4 * 6
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 5 * 6
     assert decided["last_half"] == "better"
     assert decided["loss_on_every_pass"] == decided["no_injection"] == "worse"
     assert decided["hyperconnections"] == "not decided"
