@@ -303,7 +303,9 @@ def print_verdict(name, result):
     loops = " and ".join(f"{r:g}" for r in result["n_loop"])
     nats = bracket(result["nats_ci"], "+.3f")
     print(f"{name}: {effect} at r = {loops} ({pairs}, {budgets}, {seeds}; {result['nats']:+.3f} nats {nats}{alone})")
-    print(f"    at the same FLOPs it sees {result['tokens']:.2f} times the tokens")
+    beyond = bracket([bound / result["tokens"] for bound in bounds], ".2f")
+    print(f"    at the same FLOPs it sees {result['tokens']:.2f} times the tokens, and is worth "
+          f"{m / result['tokens']:.2f} {beyond} times that")
     share = "unknown, there are too few r = 1 runs with a pair"
     if "plain" in result and "share" in result:
         edges = bracket(result["share_ci"], ".2f")
