@@ -373,7 +373,7 @@ def parse(argv=None):
     add("--batch_size", 16, "windows scored side by side")
     parser.add_argument("--prompt", nargs="+", help="generate from these texts instead")
     add("--exit_tau", 1.0, "tau of the generation; 0 never exits")
-    add("--draft_passes", 0, "draft with this many passes and verify with the others, instead of exits; 0: exits")
+    add("--draft_passes", 0, "draft with this many passes and verify with the others; 0: exits instead")
     add("--draft_tokens", "auto", "how many to draft at a time; auto: by what was accepted so far")
     parser.add_argument("--draft_study", action="store_true", help="time every --draft_passes with many --draft_tokens, "
                         "greedy and, if given, at --temperature")

@@ -9,9 +9,9 @@ A looped language model: one block of layers runs r times, where a plain transfo
         H_k = h                                a loop boundary: a place to read out, to exit, to measure
     logits = head(norm(coda(h)))               n_coda blocks, run once
 
-With n_loop = 1, inject = none and loop_norm = False this is a plain pre-norm decoder. What differs from GPT-2: rotary positions instead of
-learned ones, queries and keys are normalised, SwiGLU instead of GELU, RMSNorm without gain (a gain would fold into the
-matrix that follows), no biases, no dropout, embedding and head are separate matrices.
+With n_loop = 1, inject = none and loop_norm = False this is a plain pre-norm decoder. What differs from GPT-2: rotary
+positions instead of learned ones, queries and keys are normalised, SwiGLU instead of GELU, RMSNorm without gain (a gain
+would fold into the matrix that follows), no biases, no dropout, embedding and head are separate matrices.
 
 Shapes: B batch, T time, D width, H heads, V vocabulary, K = n_loop passes.
 """

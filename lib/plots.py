@@ -547,18 +547,20 @@ def plot_starts(rows, path):
 
 
 def plot_repeats(rows, words, path):
-    """rows: of repeat_study.py, a dict for each share of the text, width and model; words: a name for each model."""
+    """rows: of repeat_study.py, a dict for each share of the text and model; words: a name for each model."""
     fig, axis = pyplot().subplots(figsize=(8, 5))
     for i, (model, name) in enumerate(words.items()):
-        for width, style in zip(sorted({row["width"] for row in rows}), ("-o", "--s", ":^")):
-            line = [row for row in rows if (row["model"], row["width"]) == (model, width) and "half" in row]
-            if line:
-                axis.errorbar(values(line, "epochs") * 1.02 ** i, values(line, "mean"), values(line, "half"), fmt=style,
-                              color=f"C{i}", label=f"{name}, width {width}")
+        line = [row for row in rows if row["model"] == model and "half" in row]
+        if line:
+            shares = 100 * values(line, "share") * 1.02 ** i                       # side by side
+            axis.errorbar(shares, values(line, "difference"), values(line, "half"), marker="o", color=f"C{i}", label=name)
     axis.axhline(0, **GREY)
     axis.set_xscale("log")
-    finish(axis, "Looping when text is scarce, against the plain model of 10 layers at equal training FLOPs",
-           "how often the text was seen", "loss more than of the plain model, nats per token")
+    shares = sorted({row["share"] for row in rows})
+    axis.set_xticks([100 * share for share in shares], [f"{share:.0%}" for share in shares])
+    axis.minorticks_off()
+    finish(axis, "The less text there is, the better a loop does", "share of the text that is trained on",
+           "loss more than of the plain model of 10 layers, nats")
     save(fig, path)
 
 
