@@ -1,17 +1,17 @@
 """
-Does looping pay when text is scarce? Models see a part of the text again and again, at equal training FLOPs: the plain
-model of 10 layers, loops of 4 and 8 passes of the same depth, and the plain model of 4 layers, the best on fresh text.
+Does looping pay when text is scarce? Four kinds of model see a part of the text again and again: the plain model of 10
+layers, loops of 4 and 8 passes of the same depth, and the plain model of 4 layers, the best on fresh text.
 
     python data/prepare.py --vocab_size 1024 --train_share 0.05              # and 0.2
-    python repeat_study.py plan > out/repeat.sh                              # 64 runs of 1 to 5 minutes of a core
+    python repeat_study.py plan > out/repeat.sh                              # 96 runs of 1 to 5 minutes of a core
     python sweep.py run out/repeat.sh
     python fit_law.py collect out/repeat-*/* > results/repeat_runs.csv
     python repeat_study.py show                                              # the tables below, and repeat.png
 
 Claim: on 100M tokens seen ten times the best number of passes climbs from about 1 to about 7 (arXiv 2609.19107,
-abstract). Who has little text may also train a smaller model, or stop earlier. So each kind of model is taken at the
-best of two widths and two lengths of training. Intervals come from the noise between seeds of all these runs. They do
-not say that the best of four is better by luck than it would be again; all kinds choose from as many.
+abstract). Who has little text may also train a smaller model, or stop earlier. So each kind is also taken at its best
+width and length of training, of those that were run for all kinds. Intervals come from the noise between seeds of all
+these runs. They do not say that the best of several is better by luck than it would be again.
 """
 import argparse
 import re
@@ -25,8 +25,8 @@ from lib.plots import plot_repeats
 from runs import number, read_rows
 from sweep import plan_runs
 
-BUDGETS = (6e12, 2.4e13)                                   # training FLOPs: the lower one stops earlier
-TOKENS = {1.0: 3_633_722, 0.2: 734_615, 0.05: 186_733}     # of training text, by the share of its documents
+BUDGETS = (6e12, 1.2e13, 2.4e13)                           # training FLOPs: the lower ones stop earlier
+TOKENS = {0.2: 734_615, 0.05: 186_733}                     # of training text, by the share of its documents
 WORDS = {"plain": "plain, 10 layers", "loop4": "loop, 4 passes", "loop8": "loop, 8 passes", "short": "plain, 4 layers"}
 NAME = re.compile(r"repeat-([\d.]+)(?:-(\w+))?")           # how a sweep is called
 
@@ -46,7 +46,7 @@ def cmd_plan(args):
     """Print the commands of the runs."""
     for seed in args.seeds:
         for width in args.widths:
-            for share in (0.05, 0.2):
+            for share in TOKENS:
                 for flags in plan_share(share, width, seed):
                     print(f"python train.py {shlex.join(flags)}")
 
@@ -84,57 +84,68 @@ def noise_between_seeds(cells):
     return (squares / spare) ** 0.5, spare
 
 
-def best_cell(of_model):
-    """((width, budget), mean loss, number of seeds) of the cell with the lowest mean."""
-    means = {cell: np.mean(list(seeds.values())) for cell, seeds in of_model.items()}
-    cell = min(means, key=means.get)
-    return cell, means[cell], len(of_model[cell])
+def mean_losses(cells):
+    """A row for each share, model, width and budget: its mean loss, its seeds and how often it saw its text."""
+    rows = []
+    for share in TOKENS:
+        for model in WORDS:
+            for (width, budget), seeds in sorted(cells.get((share, model), {}).items()):
+                rows.append(dict(share=share, model=model, width=width, budget=budget, seeds=len(seeds),
+                                 loss=np.mean(list(seeds.values()))))
+    return rows
 
 
-def compare(cells, tokens):
-    """A row for each share of the text and model: its best width and FLOPs, how often it saw its text, and its loss less
-    that of the plain model of 10 layers at its own best, with the half-width of the interval."""
-    noise, spare = noise_between_seeds(cells)
-    found = []
-    for share, model in cells:
-        (width, budget), loss, seeds = best_cell(cells[share, model])
-        row = dict(share=share, model=model, width=width, budget=budget, loss=loss, seeds=seeds,
-                   seen=tokens[share, model, width, budget] / TOKENS[share])
-        if model != "plain" and (share, "plain") in cells:
-            _, plain, plain_seeds = best_cell(cells[share, "plain"])
-            half = t.ppf(0.975, spare) * noise * (1 / seeds + 1 / plain_seeds) ** 0.5
-            row |= dict(difference=loss - plain, half=half)
-        found.append(row)
-    order = list(WORDS)
-    found.sort(key=lambda row: (-row["share"], order.index(row["model"])))
-    return found, noise, spare
+def subtract_plain(rows, error):
+    """Add to each row its loss less that of the plain model of 10 layers in rows, if that is there, and the half-width
+    of the interval. error: that of a single run, times Student's t."""
+    plain = next((row for row in rows if row["model"] == "plain"), None)
+    for row in rows:
+        if plain and row is not plain:
+            row["difference"] = row["loss"] - plain["loss"]
+            row["half"] = error * (1 / row["seeds"] + 1 / plain["seeds"]) ** 0.5
+
+
+def at_their_best(rows):
+    """Of the rows of one share, the best of each model among the widths and budgets that all four have."""
+    have = [{(row["width"], row["budget"]) for row in rows if row["model"] == model} for model in WORDS]
+    common = set.intersection(*have)
+    rows = [dict(row) for row in rows if (row["width"], row["budget"]) in common]
+    rows.sort(key=lambda row: row["loss"])
+    return [next(row for row in rows if row["model"] == model) for model in WORDS if common]
+
+
+def print_rows(rows, tokens):
+    for row in rows:
+        share, model, width, budget = (row[key] for key in ("share", "model", "width", "budget"))
+        seen = tokens[share, model, width, budget] / TOKENS[share]
+        line = f"{share:4.0%}   {WORDS[model]:20s}{width:<5d}{budget:<10g}{seen:<13.1f}"
+        line += f"{row['loss']:.3f} ({row['seeds']})"
+        if "half" in row:
+            low, high = row["difference"] - row["half"], row["difference"] + row["half"]
+            line += f"   {row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        print(line)
 
 
 def cmd_show(args):
     """The tables, and the picture."""
     cells, tokens = read_cells(args.runs)
-    rows, noise, spare = compare(cells, tokens)
-    heads = "".join(f"{budget:<14g}" for budget in BUDGETS)
-    print(f"loss in nats, the mean of the seeds (their number)\ntext   model               D    {heads}FLOPs")
-    for row in rows:
-        share, model = row["share"], row["model"]
-        for width in sorted({width for width, _ in cells[share, model]}):
-            line = f"{share:4.0%}   {WORDS[model]:20s}{width:<5d}"
-            for budget in BUDGETS:
-                losses = list(cells[share, model].get((width, budget), {}).values())
-                line += f"{np.mean(losses):.3f} ({len(losses)})     " if losses else " " * 14
-            print(line.rstrip())
-    print("\neach at its best; 95% intervals from the noise between seeds, "
-          f"sd {noise:.3f} nats ({spare} degrees of freedom)\n"
-          "text   model               D    FLOPs     times seen   loss    less plain, 10 layers")
-    for row in rows:
-        line = "{share:4.0%}   {words:20s}{width:<5d}{budget:<10g}{seen:<13.1f}{loss:.3f}".format(
-            words=WORDS[row["model"]], **row)
-        if "half" in row:
-            low, high = row["difference"] - row["half"], row["difference"] + row["half"]
-            line += f"   {row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
-        print(line)
-    plot_repeats(rows, WORDS, args.plot)
+    rows = mean_losses(cells)
+    noise, spare = noise_between_seeds(cells)
+    error = t.ppf(0.975, spare) * noise
+    print(f"95% intervals from the noise between seeds, sd {noise:.3f} nats ({spare} degrees of freedom)\n"
+          "text   model               D    FLOPs     times seen   loss (seeds)   less plain, 10 layers")
+    for share in TOKENS:
+        of_share = [row for row in rows if row["share"] == share]
+        for cell in sorted({(row["budget"], row["width"]) for row in of_share}):
+            together = [row for row in of_share if (row["budget"], row["width"]) == cell]
+            subtract_plain(together, error)
+            print_rows(together, tokens)
+    print("\neach model at its best, of the widths and FLOPs that were run for all four")
+    for share in TOKENS:
+        best = at_their_best([row for row in rows if row["share"] == share])
+        subtract_plain(best, error)
+        print_rows(best, tokens)
+    plot_repeats(rows, WORDS, error, args.plot)
     print(f"wrote {args.plot}")
 
 

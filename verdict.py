@@ -12,8 +12,9 @@ the trick alone, so no law is needed to compare them, and what is hard or easy a
   its minimum over N is the optimum loss L*(C), a quadratic in log C. m solves, over the pairs,
   mean(L*(m C, r) - L*(C, r)) = difference. The trick is taken to change the best width's loss by the mean change over
   the widths that were run. L* is fitted to all budgets of the baseline from the cheapest of the pairs upwards.
-- Tokens: how many times the tokens of its pair a run with the trick sees, since its steps are cheaper: the geometric mean
-  over the pairs. A trick whose m equals this saves by cheaper steps, and is neither better nor worse per token.
+- Tokens: how many times the tokens of its pair a run with the trick sees, since its steps are cheaper: the geometric
+  mean over the pairs. A trick whose m equals this saves by cheaper steps, and is neither better nor worse per token.
+  (To about 4%: m lets the width move to its optimum at m C, the runs of a pair keep theirs.)
 - Share of the loop, as the tables call it: m at r > 1 divided by m at r = 1. A trick that helps the plain model as much
   has the share 1. It is no part of a whole, and may be above 1.
 - Against the plain model: the same m, but with the plain model's L*(C) as the curve,
@@ -287,8 +288,8 @@ def count(n, word):
 
 
 def print_verdict(name, result):
-    """Five lines: what a trick saves, how many more tokens it sees, whether the loop has a share in it, what the loop with
-    it is worth beside a plain model, and what is decided."""
+    """Five lines: what a trick saves, how many more tokens it sees, whether the loop has a share in it, what the loop
+    with it is worth beside a plain model, and what is decided."""
     pairs = count(result["pairs"], "pair")
     budgets = count(len(result["budget"]), "budget")
     seeds = count(len(result["seed"]), "seed")
@@ -304,12 +305,13 @@ def print_verdict(name, result):
     nats = bracket(result["nats_ci"], "+.3f")
     print(f"{name}: {effect} at r = {loops} ({pairs}, {budgets}, {seeds}; {result['nats']:+.3f} nats {nats}{alone})")
     beyond = bracket([bound / result["tokens"] for bound in bounds], ".2f")
-    print(f"    at the same FLOPs it sees {result['tokens']:.2f} times the tokens, and is worth "
-          f"{m / result['tokens']:.2f} {beyond} times that")
+    print(f"    at the same FLOPs it sees {result['tokens']:.2f} times the tokens; per token it is worth "
+          f"{m / result['tokens']:.2f} {beyond}")
     share = "unknown, there are too few r = 1 runs with a pair"
     if "plain" in result and "share" in result:
         edges = bracket(result["share_ci"], ".2f")
-        share = f"{percent_text(result['plain'], result['plain_ci'])}; multiplier of the loop over it {result['share']:.2f} {edges}"
+        share = percent_text(result["plain"], result["plain_ci"])
+        share += f"; the loop's multiplier over this one {result['share']:.2f} {edges}"
     print(f"    the trick in a plain model, r = 1: {share}")
     if "against_plain" in result:
         effect = percent_text(result["against_plain"], result["against_plain_ci"])
@@ -353,8 +355,8 @@ def judge_tables(baseline, path, curve=None, *, budgets=None, only=None, json=No
 
 # each with its interval; `plain` is the multiplier at r = 1
 SCORES = ["multiplier", "against_plain", "plain", "share", "nats"]
-COLUMNS = ["trick", "decided", *[f"{key}{end}" for key in SCORES for end in ("", "_low", "_high")], "tokens", "pairs", "n_loop",
-           "budgets", "seeds", "baseline", "runs"]
+COLUMNS = ["trick", "decided", *[f"{key}{end}" for key in SCORES for end in ("", "_low", "_high")], "tokens", "pairs",
+           "n_loop", "budgets", "seeds", "baseline", "runs"]
 
 
 def score_line(name, result, sources):
@@ -373,8 +375,8 @@ def score_line(name, result, sources):
 
 
 def add_to_scoreboard(path, results, sources):
-    """Put the verdicts into the table at path and draw it. A trick has one line: a verdict takes the place of an older one
-    from the same table of runs, and of one from another table with fewer pairs."""
+    """Put the verdicts into the table at path and draw it. A trick has one line: a verdict takes the place of an older
+    one from the same table of runs, and of one from another table with no more pairs."""
     names, rows = read_rows(path, "`verdict --scoreboard` writes it") if os.path.isfile(path) else (COLUMNS, {})
     if names != COLUMNS:
         stop(f"{path} is no scoreboard, whose columns are {','.join(COLUMNS)}: give another file")
@@ -382,7 +384,9 @@ def add_to_scoreboard(path, results, sources):
     for name, result in results.items():
         old = lines.get(name)
         better_known = old and old["runs"] != sources[1] and int(old["pairs"]) > result["pairs"]
-        if "decided" in result and not better_known:
+        if better_known:
+            print(f"kept the line of {name} from {old['runs']}, which has {old['pairs']} pairs")
+        elif "decided" in result:
             lines[name] = score_line(name, result, sources)
     ranked = sorted(lines.values(), key=lambda line: -float(line["multiplier"]))
     with writing("scoreboard", path), open(path, "w", newline="", encoding="utf-8") as f:

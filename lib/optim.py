@@ -56,8 +56,8 @@ def orthogonalize(x, n_steps=5):
 def make_optimizers(model, args):
     """AdamW for everything, or Muon for the matrices of the blocks and AdamW for the rest. Muon's update has AdamW's
     usual size, so both follow one learning rate. A matrix is the weight of a Linear; what a trick adds as a bare
-    nn.Parameter, of whatever shape, goes to AdamW and does not decay. A trick's loop_rates put the matrices of the loop into
-    a group of their own."""
+    nn.Parameter, of whatever shape, goes to AdamW and does not decay. A trick's loop_rates put the matrices of the loop
+    into a group of their own."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     matrices, scalars = [], []
     for p in model.parameters():

@@ -546,21 +546,27 @@ def plot_starts(rows, path):
     save(fig, path)
 
 
-def plot_repeats(rows, words, path):
-    """rows: of repeat_study.py, a dict for each share of the text and model; words: a name for each model."""
-    fig, axis = pyplot().subplots(figsize=(8, 5))
-    for i, (model, name) in enumerate(words.items()):
-        line = [row for row in rows if row["model"] == model and "half" in row]
-        if line:
-            shares = 100 * values(line, "share") * 1.02 ** i                       # side by side
-            axis.errorbar(shares, values(line, "difference"), values(line, "half"), marker="o", color=f"C{i}", label=name)
-    axis.axhline(0, **GREY)
-    axis.set_xscale("log")
-    shares = sorted({row["share"] for row in rows})
-    axis.set_xticks([100 * share for share in shares], [f"{share:.0%}" for share in shares])
-    axis.minorticks_off()
-    finish(axis, "The less text there is, the better a loop does", "share of the text that is trained on",
-           "loss more than of the plain model of 10 layers, nats")
+def plot_repeats(rows, words, error, path):
+    """rows: mean losses of repeat_study.py, a dict for each share of the text, model, width and budget; words: a name
+    for each model; error: the half-width of the interval of a single run. A panel for each share, the best width at
+    each budget."""
+    shares = sorted({row["share"] for row in rows}, reverse=True)
+    fig, axes = pyplot().subplots(1, len(shares), figsize=(5.5 * len(shares), 4.8), squeeze=False)
+    for axis, share in zip(axes[0], shares):
+        for i, (model, name) in enumerate(words.items()):
+            best = {}                            # the best width at each budget
+            for row in sorted(rows, key=lambda row: (row["budget"], row["loss"])):
+                if (row["share"], row["model"]) == (share, model):
+                    best.setdefault(row["budget"], row)
+            budgets, best = list(best), list(best.values())
+            half = [error / row["seeds"] ** 0.5 for row in best]
+            side_by_side = np.array(budgets) * 1.02 ** i
+            axis.errorbar(side_by_side, values(best, "loss"), half, marker="o", color=f"C{i}", label=name)
+        axis.set_xscale("log")
+        budgets = sorted({row["budget"] for row in rows if row["share"] == share})
+        axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+        axis.minorticks_off()
+        finish(axis, f"{share:.0%} of the text", "training FLOPs, at the best width", "loss, nats per token")
     save(fig, path)
 
 

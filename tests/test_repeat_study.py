@@ -1,5 +1,5 @@
-"""repeat_study.py: what it plans are runs of equal FLOPs that differ as they say, and what it shows equals a calculation
-by hand."""
+"""repeat_study.py: what it plans are runs of equal FLOPs that differ as they say, and what it shows equals a
+calculation by hand."""
 import csv
 import shlex
 
@@ -22,7 +22,7 @@ def test_what_is_planned_can_be_run_and_costs_the_same(capsys):
     R.main(["plan"])
     lines = capsys.readouterr().out.splitlines()
     runs = [parse(shlex.split(line)[2:])[0] for line in lines]
-    assert len({args.out_dir for args in runs}) == len(runs) == 64   # 2 shares, 2 budgets, 2 widths, 2 seeds, 4 models
+    assert len({args.out_dir for args in runs}) == len(runs) == 96   # 2 shares, 3 budgets, 2 widths, 2 seeds, 4 models
     for args in runs:
         sweep, run = args.out_dir.split("/")[1:]
         share, model = R.NAME.fullmatch(sweep).groups()
@@ -34,22 +34,31 @@ def test_what_is_planned_can_be_run_and_costs_the_same(capsys):
         assert args.max_flops in R.BUDGETS and flops == pytest.approx(args.max_flops, rel=6e-3)
 
 
-def test_each_model_is_taken_at_its_best_and_compared_by_hand(tmp_path, capsys):
-    write_table(tmp_path / "runs.csv", [
-        dict(sweep="repeat-0.05", val_loss=4.00), dict(sweep="repeat-0.05", val_loss=4.02, seed=43),
-        dict(sweep="repeat-0.05", val_loss=3.80, flops=6e12, tokens=1e6),          # the plain model stops earlier
-        dict(sweep="repeat-0.05", n_loop=4, val_loss=3.9), dict(sweep="repeat-0.05", n_loop=4, val_loss=3.7, n_embd=96),
-        dict(sweep="repeat-0.05", n_loop=4, val_loss=3.72, n_embd=96, seed=43),
-        dict(sweep="repeat-0.05-short", val_loss=3.85), dict(sweep="repeat-1", n_loop=8, val_loss=3.1)])
+def test_differences_at_one_cell_and_at_the_best_by_hand(tmp_path, capsys):
+    rows = []
+    for sweep, n_loop, losses in (("repeat-0.05", 1, (3.8, 4.0)), ("repeat-0.05", 4, (3.9, 3.7)),
+                                  ("repeat-0.05", 8, (3.9, 3.7)), ("repeat-0.05-short", 1, (3.6, 3.5))):
+        for flops, loss in zip((6e12, 2.4e13), losses):
+            rows.append(dict(sweep=sweep, n_loop=n_loop, flops=flops, val_loss=loss, tokens=flops / 6e6))
+    rows.append(dict(sweep="repeat-0.05", n_loop=4, flops=2.4e13, val_loss=3.72, seed=43, tokens=4e6))
+    rows.append(dict(sweep="repeat-0.05", n_loop=4, flops=2.4e13, val_loss=3.0, n_embd=96))      # the others have it not
+    write_table(tmp_path / "runs.csv", rows)
     R.main(["show", f"--runs={tmp_path / 'runs.csv'}", f"--plot={tmp_path / 'x.png'}"])
-    _, best = capsys.readouterr().out.split("each at its best")
-    lines = {tuple(line[:27].split()): line for line in best.splitlines()[2:] if "%" in line}
-    half = t.ppf(0.975, 2) * 2 ** 0.5 * 0.01                   # two cells with two seeds, 0.02 apart: sd 0.02 / sqrt(2)
-    half *= (1 / 2 + 1) ** 0.5                                 # the mean of two against one
-    assert f"3.710   {-0.09:+.3f} [{-0.09 - half:+.3f}, {-0.09 + half:+.3f}]" in lines["5%", "loop,", "4", "passes"]
-    assert " 6e+12 " in lines["5%", "plain,", "10", "layers"] and " 5.4 " in lines["5%", "plain,", "10", "layers"]
-    assert "+0.050 [" in lines["5%", "plain,", "4", "layers"]
-    assert "[" not in lines["100%", "loop,", "8", "passes"]    # no plain run of its text
+    every, best = capsys.readouterr().out.split("each model at its best")
+    error = t.ppf(0.975, 1) * 0.02 / 2 ** 0.5                  # one cell with two seeds, 0.02 apart
+
+    def said(text, name, width, flops):
+        lines = [line for line in text.splitlines() if f" 5%   {name}" in line and f" {width} " in line]
+        lines = [line for line in lines if flops in line]
+        assert len(lines) == 1, lines
+        return lines[0]
+    half = error * (1 / 2 + 1) ** 0.5                          # a mean of two against one
+    assert f"3.710 (2)   {-0.29:+.3f} [{-0.29 - half:+.3f}, {-0.29 + half:+.3f}]" in said(every, "loop, 4", 64, "2.4e+13")
+    assert f"3.710 (2)   {-0.09:+.3f} [{-0.09 - half:+.3f}, {-0.09 + half:+.3f}]" in said(best, "loop, 4", 64, "2.4e+13")
+    half = error * 2 ** 0.5
+    assert f"3.500 (1)   {-0.3:+.3f} [{-0.3 - half:+.3f}, {-0.3 + half:+.3f}]" in said(best, "plain, 4", 64, "2.4e+13")
+    assert "3.800 (1)" in said(best, "plain, 10", 64, "6e+12") and " 5.4 " in said(best, "plain, 10", 64, "6e+12")
+    assert "3.000 (1)" in said(every, "loop, 4", 96, "2.4e+13") and "3.000" not in best
     assert (tmp_path / "x.png").is_file()
 
 

@@ -94,21 +94,65 @@ def test_table_of_tricks_is_the_scoreboard():
     scores = rows_of("tricks.csv")
     assert len(lines) == len(scores)
     for line, row in zip(lines, scores):
-        for key in ("multiplier", "plain", "against_plain"):
-            if row[key]:
-                text = V.percent_text(*[float(row[key]), [float(row[f"{key}_{end}"]) for end in ("low", "high")]])
-                assert text.replace(" of the compute", "").replace(" more compute", "") in line, row["trick"]
+        _, trick, _, saves, tokens, per_token, plain, against, pairs, _ = [cell.strip() for cell in line.split("|")]
+        assert row["trick"] in trick or row["trick"].startswith("residual") and "residual_scale" in trick, line
+        assert saves == bold(saving(row, "multiplier"), row["decided"] != "not decided")
+        bounds = [float(row[key]) / float(row["tokens"]) for key in ("multiplier", "multiplier_low", "multiplier_high")]
+        text = "{:.2f} [{:.2f}, {:.2f}]".format(*bounds)
+        assert (tokens, per_token) == (f"{float(row['tokens']):.2f}", bold(text, bounds[1] > 1 or bounds[2] < 1)), line
+        assert plain == saving(row, "plain") or not row["plain"] and plain in ("the same model", "not run")
+        assert against == saving(row, "against_plain")
+        assert pairs.split(",")[0] == row["pairs"] and pairs.split()[1] == row["seeds"]
+
+
+def bold(text, decided):
+    return f"**{text}**" if decided else text
+
+
+def saving(row, key):
+    """What percent_text says of a multiplier of the scoreboard, as the page has it; "" if it is not known."""
+    if not row[key]:
+        return ""
+    text = V.percent_text(float(row[key]), [float(row[f"{key}_{end}"]) for end in ("low", "high")])
+    return text.replace(" of the compute", "").replace(" more compute", "")
+
+
+def test_pages_count_the_tricks_that_save():
+    scores = rows_of("tricks.csv")
+    count = f"{sum(row['decided'] == 'better' for row in scores)} of {len(scores)}"
+    for name in ("README.md", "results/README.md", "results/tricks.md"):
+        assert count in (F.ROOT / name).read_text(encoding="utf-8"), (name, count)
+
+
+def test_docstrings_say_what_the_scoreboard_says():
+    for row in rows_of("tricks.csv"):
+        file = F.ROOT / "tricks" / f"{row['trick']}.py"
+        if file.is_file():
+            words = " ".join(file.read_text(encoding="utf-8").split('"""')[1].split())
+            assert f"Here ({row['pairs']} pairs of runs" in words and saving(row, "multiplier") in words, file.name
 
 
 def test_table_of_passes_is_that_of_its_file():
+    runs = {}
     for row in rows_of("passes.csv"):
         assert float(row["low"]) <= float(row["lost"]) <= float(row["high"])
-    for row in rows_of("passes.csv"):
-        if int(row["passes"]) < 4:
-            assert f"{float(row['lost']):+.3f}" in PAGE, row
-    for row in rows_of("passes.csv"):
-        if row["passes"] == "4":
-            assert f"| {float(row['nats']):.3f} | " in PAGE, row
+        runs.setdefault(row["run"], {})[int(row["passes"])] = row
+    for name, rows in runs.items():
+        lost = [f"{float(rows[k]['lost']):+.3f}" for k in (1, 2, 3)]
+        assert f"| {name} | {float(rows[4]['nats']):.3f} | {' | '.join(lost)} |" in PAGE
+
+
+def test_the_older_grid_on_the_page(cli, tmp_path):
+    """Its table, and what it says without the lowest budget."""
+    _, section = PAGE.split("## The older grid")
+    for budgets, wanted in ([], 6), (["--budgets", "1.5e12", "3.8e12"], 2):
+        file = tmp_path / "v.json"
+        assert cli("verdict", BASE, TRICKS, f"--json={file}", *budgets).returncode == 0
+        found = 0
+        for name, result in json.loads(file.read_text()).items():
+            low, high = result["multiplier_ci"]
+            found += f"{result['multiplier']:.2f} [{low:.2f}, {high:.2f}]" in section
+        assert found >= wanted
 
 
 def test_table_of_depths_is_the_lowest_losses():

@@ -6,8 +6,8 @@ replication has them (marin #9281, where a = 1 was better than 0.707).
 
 Claim: 1.25 times the compute (arXiv 2609.19107, abstract); an independent try: -0.010 nats under the plain recipe,
 +0.208 under the paper's (marin #9292), +0.004 with experts (#9280).
-Here (10 pairs of runs, r = 2 and 4, one seed): saves 9% [0, 17] of the compute, not decided (results/tricks.md). One
-pass of the trained loop is as good as four.
+Here (20 pairs of runs, r = 2 and 4, two seeds): saves 9% [1, 16] of the compute (results/tricks.md). One pass of the
+trained loop is as good as four.
 """
 from model import LoopedLM
 

@@ -6,7 +6,8 @@ the keys and values of every block. A model trained with one pass is a plain one
 constant, so what projects keys and values in the loop is not trained. Source: MoR (arXiv 2507.10524, abstract).
 
 Claim: less time to read a prompt and less memory; no loss is given in the abstract (MoR).
-Here: not measured yet.
+Here (10 pairs of runs, r = 2 and 4, one seed): saves 5% [2, 8] of the compute (results/tricks.md), as much as its
+cheaper steps buy in tokens.
 """
 import torch
 import torch.nn.functional as F

@@ -3,7 +3,7 @@ Gate: the injection as one number per channel, x = h + g * e, g = 0 at the start
 the linear map. Source: none, it is the example of how to write a trick.
 
 Here (20 pairs of runs, r = 2 and 4, two seeds, against the linear map): costs 3% [-4, 11] more compute, not decided; on
-an older grid (18 pairs, one seed) 6% [-1, 12], and phi moves by -0.02 [-0.32, +0.14] (results/tricks.md, pocket.md).
+an older grid (18 pairs, one seed) 6% [-1, 12], and phi moves by -0.02 [-0.32, +0.14] (results/tricks.md and pocket.md).
 """
 import torch
 import torch.nn as nn

@@ -7,8 +7,8 @@ own (arXiv 2604.21106, interventions). In pass k, j and i number the lanes:
 At the start all lanes are equal and this is the residual loop h <- h + norm(blocks(h)). Passes beyond the trained
 number begin the scalars anew. Claim: phi rises from 0.453 to 0.646 (arXiv 2604.21106).
 
-Here (18 pairs of runs, r = 2 and 4, one seed): saves 1% [-6, 8] of the compute, not decided; the loss moves by -0.003
-nats, phi by +0.28 [-0.07, +0.36] (results/pocket.md).
+Here (18 pairs of runs, r = 2 and 4, one seed): saves 1% [-6, 8] of the compute, not decided (results/tricks.md); phi
+moves by +0.28 [-0.07, +0.36] (results/pocket.md).
 """
 import torch
 import torch.nn as nn

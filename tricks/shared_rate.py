@@ -1,10 +1,12 @@
 """
-Shared rate: a step of a shared matrix changes r passes at once. So its learning rate is times r^-rate, here 1 / sqrt(r), or its weight decay times r^-decay (--trick_args=rate=0,decay=1: 1 / r). A lower rate
-lowers the decay as well, since a step shrinks a matrix by the product of the two. Source: parameter-golf #363, which
-lowers the decay of all matrices.
+Shared rate: a step of a shared matrix changes r passes at once. So its learning rate is multiplied by r^-rate, here
+1 / sqrt(r), or its weight decay by r^-decay (--trick_args=rate=0,decay=1: 1 / r). A lower rate lowers the decay as
+well, since a step shrinks a matrix by the product of the two. Source: parameter-golf #363, which lowers the decay of
+all matrices.
 
-Claim: a decay of .02, .04, .06 gave 1.2955, 1.2983, 1.3060 bits/byte (parameter-golf #363).
-Here (10 pairs of runs, r = 2 and 4, one seed): the lower rate costs 8% [3, 13] more compute (results/tricks.md).
+Claim: none for the rate. A decay of .02, .04, .06 gave 1.2955, 1.2983, 1.3060 bits/byte (parameter-golf #363).
+Here (10 pairs of runs, r = 2 and 4, one seed): costs 8% [3, 13] more compute (results/tricks.md), with
+the lower rate.
 """
 from model import LoopedLM
 
