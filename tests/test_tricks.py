@@ -547,6 +547,9 @@ def test_gradients_in_turn_run_through_each_number_of_passes_once():
     cfg = T.config_of(args, 4096)
     each = [LoopedLM.flops_per_token(cfg, bptt=bptt) for bptt in (1, 2, 3, 4)]
     assert flops_of(args, cfg) == pytest.approx(sum(each) / 4)
+    args.n_loop = cfg.n_loop = 3                               # does not divide the 100 steps of the mean
+    each = [LoopedLM.flops_per_token(cfg, bptt=bptt) for bptt in (1, 2, 3)]
+    assert flops_of(args, cfg) == pytest.approx(sum(each) / 3, rel=5e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -562,3 +565,11 @@ def test_shared_rate_lowers_it_for_the_matrices_of_the_loop_alone(optimizer, opt
             assert (groups[p]["lr_scale"], groups[p]["weight_decay"]) == pytest.approx((rate, decay))
         elif name.startswith(("prelude.", "coda.")):
             assert (groups[p]["lr_scale"], groups[p]["weight_decay"]) == (1, 0.1)
+
+
+def test_shared_rate_comes_on_top_of_mup():
+    args, _ = T.parse(["--trick=tricks/shared_rate.py", "--n_embd=256", "--mup_base=64", "--optimizer=adamw", "--n_loop=4"])
+    model = tricks.model_class(args.trick)(T.config_of(args, 300))
+    groups = {p: group for o in T.make_optimizers(model, args) for group in o.param_groups for p in group["params"]}
+    loop, once = groups[model.recur[0].attn.qkv.weight], groups[model.coda[0].attn.qkv.weight]
+    assert (once["lr_scale"], loop["lr_scale"]) == (1 / 4, 1 / 8) and once["weight_decay"] == loop["weight_decay"]
