@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import t
 
 import repeat_study as R
+from lib.files import ROOT
 from lib.flags import config_of, flops_of, parse, steps_of
 
 
@@ -60,6 +61,17 @@ def test_differences_at_one_cell_and_at_the_best_by_hand(tmp_path, capsys):
     assert "3.800 (1)" in said(best, "plain, 10", 64, "6e+12") and " 5.4 " in said(best, "plain, 10", 64, "6e+12")
     assert "3.000 (1)" in said(every, "loop, 4", 96, "2.4e+13") and "3.000" not in best
     assert (tmp_path / "x.png").is_file()
+
+
+def test_the_page_has_the_best_of_the_committed_runs(tmp_path, capsys):
+    R.main(["show", f"--runs={ROOT / 'results' / 'repeat_runs.csv'}", f"--plot={tmp_path / 'x.png'}"])
+    _, best = capsys.readouterr().out.split("each model at its best")
+    page = (ROOT / "results" / "repeat.md").read_text(encoding="utf-8")
+    rows = [line for line in best.splitlines() if "%" in line]
+    assert len(rows) == 8
+    for line in rows:
+        loss, difference = line[55:60], line[64:].strip()
+        assert f"| {loss} | {difference} |" in page, line
 
 
 @pytest.mark.parametrize("rows, why", [
