@@ -6,7 +6,7 @@ the keys and values of every block. A model trained with one pass is a plain one
 constant, so what projects keys and values in the loop is not trained. Source: MoR (arXiv 2507.10524, abstract).
 
 Claim: less time to read a prompt and less memory; no loss is given in the abstract (MoR).
-Here (10 pairs of runs, r = 2 and 4, one seed): saves 5% [2, 8] of the compute (results/tricks.md), as much as its
+Here (20 pairs of runs, r = 2 and 4, two seeds): saves 4% [1, 7] of the compute (results/tricks.md), as much as its
 cheaper steps buy in tokens.
 """
 import torch

@@ -1,14 +1,14 @@
 """
-Token lanes: two or more residual streams, the lanes, that every pass reads, keeps and writes with gates of its own. Each token
-sets them by what its lanes hold. In pass k, with Y_j lane j and z = norm([Y_1; Y_2; ..]):
+Token lanes: two or more residual streams, the lanes, that every pass reads, keeps and writes with gates of its own.
+Each token sets them by what its lanes hold. In pass k, with Y_j lane j and z = norm([Y_1; Y_2; ..]):
 
     x = sum_j read_j Y_j;  Y_j <- keep_j Y_j + 2 write_j (norm(blocks(x)) + p_k);  H_k = mean_j Y_j
     read, keep, write = sigmoid(W_k z + b_k), one number per lane each
 
-The biases b are ours. At the start p = 0, W is small, the reads add up to about 1, 2 write is near 1 and keep near 0.05: near the
-loop without the trick, whose keep of 0 no sigmoid reaches. W is not 0, or equal lanes would stay equal. Passes beyond
-the trained number take the last gates. Source: arXiv 2604.21254 (abstract; the formula from notes on it). With numbers
-that are the same for all tokens: hyperconnections.py.
+The biases b are ours. At the start p = 0, W is small, the reads add up to about 1, 2 write is near 1 and keep near
+0.05: near the loop without the trick, whose keep of 0 no sigmoid reaches. W is not 0, or equal lanes would stay equal.
+Passes beyond the trained number take the last gates. Source: arXiv 2604.21254 (abstract; the formula from notes on it).
+With numbers that are the same for all tokens: hyperconnections.py.
 
 Claim: beats models of equal depth with half the parameters (arXiv 2604.21254, abstract).
 Here (10 pairs of runs, r = 2 and 4, one seed): costs 3% [-10, 13] more compute, not decided (results/tricks.md).
