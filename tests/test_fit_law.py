@@ -487,7 +487,8 @@ def summary(n_loop, d, budget, seed, loss):
     rec = looped * block + (2 * d * d if n_loop > 1 else 0)
     tokens = round(budget / (6 * 10 * block) / 4096) * 4096
     return dict(run=f"C{budget:g}-d{d}-r{n_loop}-s{seed}", seed=seed, n_loop=n_loop, n_prelude=1, n_recur=looped,
-                n_coda=1, n_embd=d, n_expert=0, inject="linear" if n_loop > 1 else "none", n_once=2 * block, n_rec=rec,
+                n_coda=1, n_embd=d, n_expert=0, inject="linear" if n_loop > 1 else "none", trick="", n_once=2 * block,
+                n_rec=rec,
                 n_total=2 * block + rec, tokens=tokens, flops=tokens * 60.0 * block, val_loss=loss, val_bpb=loss / 2,
                 wall_s=1.0, tok_per_s=1.0)
 
