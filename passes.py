@@ -5,9 +5,8 @@ training. A loop that loses nothing with one pass has learned to be a plain mode
     python passes.py --ckpt out/laptop                       # half a minute; draws out/passes/passes.png
     python passes.py --ckpt out/*/C9.6e+12-d64-r4-s42        # a run of each sweep
 
-The model runs with fewer passes than it was trained with. Intervals, 95%, are over
-windows of the validation text: the windows are the same for every number of passes, so that what is hard about a window
-cancels. They do not say what another seed would give.
+The model runs with fewer passes than it was trained with. Intervals, 95%, are over windows of the validation text: the
+windows are the same for every number of passes, so that what is hard about a window cancels. They do not say what another seed would give.
 """
 import argparse
 from pathlib import Path

@@ -16,19 +16,22 @@ these runs. They do not say that the best of several is better by luck than it w
 import argparse
 import re
 import shlex
+from itertools import product
 
 import numpy as np
 from scipy.stats import t
 
 from lib.console import add_command, misused, stop
 from lib.plots import plot_repeats
-from runs import number, read_rows
+from runs import load_runs
 from sweep import plan_runs
+from verdict import seed_noise
 
 BUDGETS = (6e12, 1.2e13, 2.4e13)                           # training FLOPs: the lower ones stop earlier
 TOKENS = {0.2: 734_615, 0.05: 186_733}                     # of training text, by the share of its documents
 WORDS = {"plain": "plain, 10 layers", "loop4": "loop, 4 passes", "loop8": "loop, 8 passes", "short": "plain, 4 layers"}
 NAME = re.compile(r"repeat-([\d.]+)(?:-(\w+))?")           # how a sweep is called
+COLUMNS = ("sweep", "n_loop", "n_embd", "flops", "tokens", "val_loss")
 
 
 # --- what to run ---
@@ -52,46 +55,25 @@ def cmd_plan(args):
 
 
 # --- what came out ---
-def read_cells(path):
-    """{(share, model): {(width, budget): {seed: loss}}} and {the same keys: tokens} of a table of runs. model: a key of
-    WORDS."""
-    _, rows = read_rows(path, "give a table made by `fit_law.py collect`")
-    cells, tokens = {}, {}
-    for line, row in rows.items():
-        match = NAME.fullmatch(row.get("sweep", ""))
-        budget = min(BUDGETS, key=lambda flops: abs(np.log(number(row["flops"]) / flops)))
+def mean_losses(runs, path):
+    """A row for each share, model (a key of WORDS), width and budget: mean loss, number of seeds, and how often the
+    text was seen. runs: the table at path."""
+    cells = {}
+    for sweep, r, width, flops, tokens, loss in zip(*(runs[key] for key in COLUMNS)):
+        match = NAME.fullmatch(sweep)
         share, model = match.groups() if match else (0, None)
-        model = model or ("plain" if row["n_loop"] == "1" else f"loop{row['n_loop']}")
-        if float(share) not in TOKENS or model not in WORDS or abs(number(row["flops"]) / budget - 1) > 0.01:
-            stop(f"{path} line {line}: is no run of this study: give a table of the runs of `repeat_study.py plan`")
-        cell = int(row["n_embd"]), budget
-        seeds = cells.setdefault((float(share), model), {}).setdefault(cell, {})
-        seeds[int(row["seed"])] = number(row["val_loss"])
-        tokens[float(share), model, *cell] = number(row["tokens"])
-    return cells, tokens
-
-
-def noise_between_seeds(cells):
-    """Standard deviation of the loss between seeds in nats, and its degrees of freedom."""
-    squares, spare = 0.0, 0
-    for of_model in cells.values():
-        for seeds in of_model.values():
-            losses = np.array(list(seeds.values()))
-            squares += np.sum((losses - losses.mean()) ** 2)
-            spare += len(losses) - 1
-    if spare == 0:
-        stop("every run has one seed only, which does not tell the noise: run `repeat_study.py plan` with two --seeds")
-    return (squares / spare) ** 0.5, spare
-
-
-def mean_losses(cells):
-    """A row for each share, model, width and budget: its mean loss, its seeds and how often it saw its text."""
+        model = model or ("plain" if r == 1 else f"loop{r:g}")
+        budget = min(BUDGETS, key=lambda known: abs(flops / known - 1))
+        if float(share) not in TOKENS or model not in WORDS or abs(flops / budget - 1) > 0.01:
+            stop(f"{path}: {sweep} with r = {r:g}, width {width:g} and {flops:.3g} FLOPs is no run of this study: give "
+                 "a table of the runs of `repeat_study.py plan`")
+        cells.setdefault((float(share), model, int(width), budget), []).append((loss, tokens / TOKENS[float(share)]))
     rows = []
-    for share in TOKENS:
-        for model in WORDS:
-            for (width, budget), seeds in sorted(cells.get((share, model), {}).items()):
-                rows.append(dict(share=share, model=model, width=width, budget=budget, seeds=len(seeds),
-                                 loss=np.mean(list(seeds.values()))))
+    for share, model in product(TOKENS, WORDS):
+        for key in sorted(key for key in cells if key[:2] == (share, model)):
+            losses, seen = zip(*cells[key])
+            rows.append(dict(share=share, model=model, width=key[2], budget=key[3], loss=np.mean(losses),
+                             seeds=len(losses), seen=seen[0]))
     return rows
 
 
@@ -114,12 +96,10 @@ def at_their_best(rows):
     return [next(row for row in rows if row["model"] == model) for model in WORDS if common]
 
 
-def print_rows(rows, tokens):
+def print_rows(rows):
     for row in rows:
-        share, model, width, budget = (row[key] for key in ("share", "model", "width", "budget"))
-        seen = tokens[share, model, width, budget] / TOKENS[share]
-        line = f"{share:4.0%}   {WORDS[model]:20s}{width:<5d}{budget:<10g}{seen:<13.1f}"
-        line += f"{row['loss']:.3f} ({row['seeds']})"
+        line = "{share:4.0%}   {words:20s}{width:<5d}{budget:<10g}{seen:<13.1f}{loss:.3f} ({seeds})".format(
+            words=WORDS[row["model"]], **row)
         if "half" in row:
             low, high = row["difference"] - row["half"], row["difference"] + row["half"]
             line += f"   {row['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
@@ -128,9 +108,12 @@ def print_rows(rows, tokens):
 
 def cmd_show(args):
     """The tables, and the picture."""
-    cells, tokens = read_cells(args.runs)
-    rows = mean_losses(cells)
-    noise, spare = noise_between_seeds(cells)
+    runs = load_runs(args.runs)
+    rows = mean_losses(runs, args.runs)
+    noise, spare = seed_noise(runs, "sweep")
+    if spare == 0:
+        stop(f"{args.runs}: every run has one seed only, which does not tell the noise: run `repeat_study.py plan` "
+             "with two --seeds")
     error = t.ppf(0.975, spare) * noise
     print(f"95% intervals from the noise between seeds, sd {noise:.3f} nats ({spare} degrees of freedom)\n"
           "text   model               D    FLOPs     times seen   loss (seeds)   less plain, 10 layers")
@@ -139,12 +122,12 @@ def cmd_show(args):
         for cell in sorted({(row["budget"], row["width"]) for row in of_share}):
             together = [row for row in of_share if (row["budget"], row["width"]) == cell]
             subtract_plain(together, error)
-            print_rows(together, tokens)
+            print_rows(together)
     print("\neach model at its best, of the widths and FLOPs that were run for all four")
     for share in TOKENS:
         best = at_their_best([row for row in rows if row["share"] == share])
         subtract_plain(best, error)
-        print_rows(best, tokens)
+        print_rows(best)
     plot_repeats(rows, WORDS, error, args.plot)
     print(f"wrote {args.plot}")
 

@@ -68,9 +68,11 @@ def plan_runs(preset, folder, flags="", seeds=(42,), budgets=None, widths=None, 
         stop(f"--flags: {clash[0]} differs between the runs; use --widths, --loops, --seeds, --budgets and --name")
     shared, _ = parse(shlex.split(flags))
     requires = model_class(shared.trick, shared.trick_args).requires
-    bare = grid["flags"].format(n_embd=128, n_loop=1, n_recur=grid["looped"], inject="none", n_expert=0)
-    once = [a.n_prelude + a.n_coda for a, _ in (parse(shlex.split(text)) for text in (bare, f"{bare} {flags}"))]
-    looped = grid["looped"] + once[0] - once[1]  # blocks that --flags puts around the loop leave it: equal depth
+    of_grid = grid["flags"].format(n_embd=128, n_loop=1, n_recur=grid["looped"], inject="none", n_expert=0)
+    before, _ = parse(shlex.split(of_grid))
+    after, _ = parse(shlex.split(f"{of_grid} {flags}"))
+    moved = after.n_prelude + after.n_coda - before.n_prelude - before.n_coda
+    looped = grid["looped"] - moved              # blocks that --flags puts around the loop leave it: equal depth
     planned = []
     for budget in budgets or grid["widths"]:
         at_budget = widths or grid["widths"].get(budget)

@@ -75,9 +75,10 @@ def index_runs(runs, name):
     return rows
 
 
-def seed_noise(runs):
-    """Standard deviation of the loss between seeds in nats, and its degrees of freedom."""
-    model = label_groups(runs, "budget", "n_embd", "n_loop", "n_expert")
+def seed_noise(runs, *keys):
+    """Standard deviation of the loss between seeds in nats, and its degrees of freedom. keys: columns in which models
+    differ, besides budget, width, r and experts."""
+    model = label_groups(runs, "budget", "n_embd", "n_loop", "n_expert", *keys)
     counts = np.bincount(model)
     means = np.bincount(model, runs["val_loss"]) / counts
     spare = np.sum(counts - 1)

@@ -72,16 +72,19 @@ def make_optimizers(model, args):
     if scalars:
         groups.append({"params": scalars, "weight_decay": 0.0})
     muon = args.optimizer == "muon"
-    rate = slower(w ** 0.5 if muon else w)       # Muon: all singular values equal, so that an update's norm grows as
-    of_matrices = [{"params": matrices, **rate}]                                   # sqrt(w), not w
+    rate = slower(w ** 0.5 if muon else w)       # Muon's singular values are all equal: its update grows as sqrt(w)
+    of_matrices = [{"params": matrices, **rate}]
     lr_factor, decay_factor = model.loop_rates(model.cfg)
     if (lr_factor, decay_factor) != (1, 1):
         looped = {id(p) for name, p in model.named_parameters() if name.startswith(("recur.", "inject."))}
         shared = {"lr_scale": rate["lr_scale"] * lr_factor, "weight_decay": rate["weight_decay"] * decay_factor}
         of_matrices = [{"params": [p for p in matrices if id(p) not in looped], **rate},
                        {"params": [p for p in matrices if id(p) in looped], **shared}]
-    optimizers = [Muon(of_matrices, lr=args.learning_rate)] if muon else []
-    groups += [] if muon else of_matrices
+    optimizers = []
+    if muon:
+        optimizers.append(Muon(of_matrices, lr=args.learning_rate))
+    else:
+        groups += of_matrices
     fused = model.table.device.type in ("cuda", "cpu")
     optimizers.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, args.beta2), fused=fused))
     return optimizers

@@ -558,10 +558,10 @@ def plot_repeats(rows, words, error, path):
             for row in sorted(rows, key=lambda row: (row["budget"], row["loss"])):
                 if (row["share"], row["model"]) == (share, model):
                     best.setdefault(row["budget"], row)
-            budgets, best = list(best), list(best.values())
-            half = [error / row["seeds"] ** 0.5 for row in best]
-            side_by_side = np.array(budgets) * 1.02 ** i
-            axis.errorbar(side_by_side, values(best, "loss"), half, marker="o", color=f"C{i}", label=name)
+            line = list(best.values())
+            half = [error / row["seeds"] ** 0.5 for row in line]
+            side_by_side = values(line, "budget") * 1.02 ** i
+            axis.errorbar(side_by_side, values(line, "loss"), half, marker="o", color=f"C{i}", label=name)
         axis.set_xscale("log")
         budgets = sorted({row["budget"] for row in rows if row["share"] == share})
         axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])

@@ -13,10 +13,11 @@ from lib.flags import config_of, flops_of, parse, steps_of
 
 def write_table(path, rows):
     with open(path, "w", newline="") as f:
-        writer = csv.DictWriter(f, ["sweep", "n_loop", "n_embd", "seed", "tokens", "flops", "val_loss"])
+        writer = csv.DictWriter(f, ["sweep", "n_loop", "n_embd", "seed", "n_once", "n_rec", "tokens", "flops", "val_loss"])
         writer.writeheader()
         for row in rows:
-            writer.writerow({"n_loop": 1, "n_embd": 64, "seed": 42, "tokens": 4e6, "flops": 2.4e13, **row})
+            writer.writerow({"n_loop": 1, "n_embd": 64, "seed": 42, "n_once": 1e5, "n_rec": 1e5, "tokens": 4e6,
+                             "flops": 2.4e13, **row})
 
 
 def test_what_is_planned_can_be_run_and_costs_the_same(capsys):
@@ -63,21 +64,31 @@ def test_differences_at_one_cell_and_at_the_best_by_hand(tmp_path, capsys):
     assert (tmp_path / "x.png").is_file()
 
 
-def test_the_page_has_the_best_of_the_committed_runs(tmp_path, capsys):
-    R.main(["show", f"--runs={ROOT / 'results' / 'repeat_runs.csv'}", f"--plot={tmp_path / 'x.png'}"])
-    _, best = capsys.readouterr().out.split("each model at its best")
+def test_the_page_has_what_the_committed_runs_say(tmp_path, capsys):
+    """The table of the best, the table of all cells, and the differences at one cell that the text names."""
+    path = ROOT / "results" / "repeat_runs.csv"
+    R.main(["show", f"--runs={path}", f"--plot={tmp_path / 'x.png'}"])
+    every, best = capsys.readouterr().out.split("each model at its best")
     page = (ROOT / "results" / "repeat.md").read_text(encoding="utf-8")
     rows = [line for line in best.splitlines() if "%" in line]
     assert len(rows) == 8
     for line in rows:
         loss, difference = line[55:60], line[64:].strip()
         assert f"| {loss} | {difference} |" in page, line
+    named = [line[64:].strip() for line in every.splitlines() if line.startswith("  5%   loop") and "2.4e+13" in line]
+    assert sum(difference in " ".join(page.split()) for difference in named) == 4  # two models, two widths
+    losses = R.mean_losses(R.load_runs(path), path)
+    for row in losses:
+        seeds = f" ({row['seeds']})" if row["seeds"] > 1 else ""
+        budget = f"{row['budget']:g}".replace("e+", "e")
+        lines = [line for line in page.splitlines() if line.startswith(f"| {row['width']} | {budget} |")]
+        assert any(f"{row['loss']:.3f}{seeds} |" in line.replace("**", "") for line in lines), row
 
 
 @pytest.mark.parametrize("rows, why", [
-    ([dict(sweep="start", val_loss=3)], "line 2: is no run of this study"),
-    ([dict(sweep="repeat-0.2-wide", val_loss=3)], "line 2: is no run of this study"),
-    ([dict(sweep="repeat-0.2", val_loss=3, flops=1e12)], "line 2: is no run of this study"),
+    ([dict(sweep="start", val_loss=3)], "start with r = 1, width 64 and 2.4e+13 FLOPs is no run"),
+    ([dict(sweep="repeat-0.2-wide", val_loss=3)], "repeat-0.2-wide with r = 1"),
+    ([dict(sweep="repeat-0.2", val_loss=3, flops=1e12)], "1e+12 FLOPs is no run of this study"),
     ([dict(sweep="repeat-0.2", val_loss=3)], "one seed only")])
 def test_refusals(rows, why, tmp_path, capsys):
     write_table(tmp_path / "runs.csv", rows)
