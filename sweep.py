@@ -349,10 +349,11 @@ def check_pairs(planned, baseline, curve):
     columns = [base[key] for key in ("n_embd", "n_loop", "n_expert", "seed")]
     there = set(zip(*columns))
     runs = [parse(flags)[0] for flags, _, _ in planned]
-    n_pairs = sum((a.n_embd, a.n_loop, a.n_expert, a.seed) in there for a in runs if a.n_loop > 1)
-    if n_pairs < PAIRS_NEEDED:
-        stop(f"{baseline} has the same run without the trick for {n_pairs} of the {len(runs)} runs only: take the "
-             "--seeds, --loops and experts of the baseline, or another --baseline")
+    looped = [a for a in runs if a.n_loop > 1]   # there may be none: plain models for a trick that was tried before
+    n_pairs = sum((a.n_embd, a.n_loop, a.n_expert, a.seed) in there for a in looped)
+    if looped and n_pairs < PAIRS_NEEDED:
+        stop(f"{baseline} has the same run without the trick for {n_pairs} of the {len(looped)} looped runs only: take "
+             "the --seeds, --loops and experts of the baseline, or another --baseline")
 
 
 def cmd_baseline(args):
@@ -396,7 +397,8 @@ def parse_args():
     add("--flags", "instead of a file: flags of train.py that are the trick", default="", metavar="'--a=1 --b=2'")
     add("--name", "of the trick in the tables (default: that of its file)", default="")
     add("--seeds", "a run for each (default 42 43; the baseline has 44 as well)", default=[42, 43], **seeds)
-    add("--loops", "n_loop (default 1 2 4)", type=int, nargs="+")
+    add("--loops", "n_loop (default 1 2 4); 1 alone adds the plain model to a trick that was tried before", type=int,
+        nargs="+")
     add("--baseline", "table of the runs without it (default results/baseline_runs.csv)", default=baseline)
     add("--curve", "table that says how the baseline's loss falls with compute (default results/pocket_runs.csv)",
         default=str(results / "pocket_runs.csv"))

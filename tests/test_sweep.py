@@ -271,6 +271,14 @@ def test_a_stopped_sweep_saves_and_goes_on(number, tiny, tmp_path):
     assert 0 < begun < 3000 and (tmp_path / "s1" / "metrics.csv").read_text().count("\n") == rows
 
 
+def test_a_sweep_without_pairs_is_refused_unless_it_only_adds_plain_models():
+    base, curve = (str(ROOT / "results" / f"{name}_runs.csv") for name in ("baseline", "pocket"))
+    S.check_pairs(S.plan_runs("try", "gate", seeds=[42], loops=[2, 4]), base, curve)
+    S.check_pairs(S.plan_runs("try", "gate", seeds=[42], loops=[1]), base, curve)
+    with pytest.raises(SystemExit):              # the baseline has no seed 50
+        S.check_pairs(S.plan_runs("try", "gate", seeds=[50], loops=[2, 4]), base, curve)
+
+
 def test_share_done(tmp_path):
     assert S.share_done(tmp_path, 100) == 0
     (tmp_path / "metrics.csv").write_text("step,tokens,flops\n")
