@@ -35,7 +35,7 @@ from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import misused, require_at_least, stop
 from lib.files import check_writable, write_csv
 from lib.machine import keep_freed_memory, pick_device
-from lib.plots import plot_tasks
+from lib.plots_model import plot_tasks
 from lib.tasks import AXES, ELSEWHERE, INSTALL, TASKS, load_items, missing_package, print_tasks
 from lib.tasks import measure_axes, measure_task
 from model import KVCache

@@ -39,7 +39,7 @@ from lib.console import duration, misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.machine import pick_device
 from lib.ops import check_sampling, norm
-from lib.plots import plot_drafts, plot_frontier
+from lib.plots_model import plot_drafts, plot_frontier
 
 SAVED = (0.0, 0.05, 0.10, 0.20, 0.30)            # the savings the paper reports
 STEP_TOKENS = 16384                              # of the test tokens, those for a policy that goes position by position

@@ -13,7 +13,7 @@ What one recurrence is worth: plan a sweep, collect its runs, fit the joint scal
     python fit_law.py table                             # the scoreboard, results/phi_table.csv, ranked and drawn
 
 The grids of `plan` and the tables of runs are in sweep.py, `isoflop` and `allocate` in optima.py, `verdict` in
-verdict.py, the pictures in lib/plots.py.
+verdict.py, the pictures in lib/plots_runs.py.
 """
 import argparse
 import csv
@@ -27,7 +27,7 @@ from law import (FORMS, bootstrap, bootstrap_weights, count_resamples, descend, 
                  natural_units, predict, rms, span, why_no_interval, why_unidentified, worth)
 from lib.console import add_command, misused, stop
 from lib.files import ROOT, check_writable, write_json, writing
-from lib.plots import plot_law, plot_scoreboard
+from lib.plots_runs import plot_law, plot_scoreboard
 from optima import cmd_allocate, cmd_isoflop
 from runs import (CONVENTIONS, at_budgets, check_fittable, load_runs, loops_needed, nominal_budgets, number, read_rows,
                   select)

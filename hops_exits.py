@@ -28,7 +28,7 @@ from lib.checkpoint import load_on_task, run_folder
 from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_csv
 from lib.machine import pick_device
-from lib.plots import plot_hops_exits
+from lib.plots_hops import plot_hops_exits
 from lib.stats import mean_interval
 
 SAVED = (0.1, 0.2, 0.3, 0.4, 0.5)                # of the FLOPs of the tokens that answer, all tests charged

@@ -24,7 +24,8 @@ from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_atomic, write_csv
 from lib.flags import FREE
 from lib.machine import pick_device
-from lib.plots import plot_hops, plot_learning, plot_staircase, read_metrics
+from lib.plots import read_metrics
+from lib.plots_hops import plot_hops, plot_learning, plot_staircase
 from lib.stats import mean_interval
 
 LEARNED = 0.95                                   # share of right answers from which a number of hops counts as learned

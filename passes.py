@@ -19,7 +19,7 @@ from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_csv
 from lib.machine import pick_device
-from lib.plots import plot_passes
+from lib.plots_model import plot_passes
 from lib.stats import mean_interval
 
 

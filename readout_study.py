@@ -31,7 +31,7 @@ from lib.console import misused, progress, require_at_least, stop
 from lib.files import check_writable, write_csv
 from lib.flags import PRESETS, parse
 from lib.machine import default_jobs, pick_device, read_clock
-from lib.plots import VARIANTS, plot_readout
+from lib.plots_model import VARIANTS, plot_readout
 from lib.stats import mean_interval
 from model import Config, LoopedLM
 from sweep import find_unfinished, run_all

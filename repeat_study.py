@@ -22,7 +22,7 @@ import numpy as np
 from scipy.stats import t
 
 from lib.console import add_command, misused, stop
-from lib.plots import plot_repeats
+from lib.plots_runs import plot_repeats
 from runs import load_runs
 from sweep import plan_runs
 from verdict import seed_noise

@@ -22,7 +22,7 @@ from lib.checkpoint import data_of, load_model, run_folder
 from lib.console import misused, require_at_least, stop
 from lib.files import check_writable, write_atomic
 from lib.machine import pick_device
-from lib.plots import plot_routing
+from lib.plots_model import plot_routing
 from moe import Routing
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.stats import t
 
 from lib.console import add_command, misused, stop
-from lib.plots import plot_starts
+from lib.plots_runs import plot_starts
 from runs import load_runs, read_rows, select
 from verdict import seed_noise
 

@@ -34,7 +34,7 @@ import numpy as np
 from law import interval, label_groups
 from lib.console import stop
 from lib.files import write_json, writing
-from lib.plots import plot_verdicts
+from lib.plots_runs import plot_verdicts
 from runs import at_budgets, load_runs, nominal_budgets, read_rows, select
 
 RESAMPLES = 2000

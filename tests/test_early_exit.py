@@ -16,7 +16,7 @@ import exit_cost as C
 import exit_speed as S
 import exits as E
 import train as T
-from lib.plots import frontier_title
+from lib.plots_model import frontier_title
 from model import Config, KVCache, LoopedLM
 
 SMALL = dict(vocab_size=100, block_size=12, n_embd=32, n_head=2, n_loop=3)
