@@ -8,8 +8,8 @@ r is the number of passes of this run, n_loop as given: twice the passes are hal
 follows --sample_loops and a schedule. Early exits cannot know when they will leave: there r is the full depth.
 
 Claim: the best learning rate no longer depends on r; lower loss than with 1 / sqrt(r) (arXiv 2606.18524, abstract).
-Here (10 pairs of runs, r = 2 and 4, one seed): costs 9% [4, 13] more compute (results/tricks.md). At the rate of the
-loop without it; a larger one was not tried.
+Here (10 pairs of runs, r = 2 and 4, one seed): costs 9% [4, 13] more compute, with 1 / sqrt(r) 6% [1, 12]
+(results/tricks.md). Of three learning rates the loop's own is the best for it as well.
 """
 from model import LoopedLM
 

@@ -5,8 +5,8 @@ well, since a step shrinks a matrix by the product of the two. Source: parameter
 all matrices.
 
 Claim: none for the rate. A decay of .02, .04, .06 gave 1.2955, 1.2983, 1.3060 bits/byte (parameter-golf #363).
-Here (10 pairs of runs, r = 2 and 4, one seed): costs 8% [3, 13] more compute (results/tricks.md), with
-the lower rate.
+Here (10 pairs of runs, r = 2 and 4, one seed): costs 8% [3, 13] more compute with the lower rate; with the lower decay
+it saves 0% [0, 2], not decided (results/tricks.md).
 """
 from model import LoopedLM
 
