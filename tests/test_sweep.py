@@ -177,7 +177,7 @@ def test_a_trick_has_one_line_on_the_scoreboard_that_of_more_pairs(tmp_path, cli
         rows = list(csv.DictReader(board.open()))
         assert len({row["trick"] for row in rows}) == len(rows)
         pairs = {row["trick"]: (row["pairs"], row["runs"]) for row in rows}
-        assert pairs["gate"] == pairs["e_plus_h"] == ("20", "try_runs.csv") and pairs["last_half"] == ("18", "trick_runs.csv")
+        assert pairs["gate"] == pairs["e_plus_h"] == ("20", "try_runs.csv") and pairs["no_injection"] == ("18", "trick_runs.csv")
 
 
 @pytest.mark.parametrize("flags, why", [
@@ -185,7 +185,7 @@ def test_a_trick_has_one_line_on_the_scoreboard_that_of_more_pairs(tmp_path, cli
     (["try", "--flags=--bptt=1"], "--name"), (["try", "tricks/nosuch.py"], "nosuch"),
     (["try", "--flags=--n_loop=2", "--name=x"], "--loops"), (["run", "nosuch.sh"], "nosuch.sh"),
     (["try", "tricks/gate.py", "--name=a/b"], "--name=a/b"), (["try", "tricks/gate.py", "--name=baseline"], "--name"),
-    (["try", "--flags=--n_expert=8", "--name=x"], "for 0 of the 30"), (["try", "tricks/gate.py", "--seeds", "7"], "--seeds"),
+    (["try", "--flags=--n_expert=8", "--name=x"], "for 0 of the 20 looped"), (["try", "tricks/gate.py", "--seeds", "7"], "--seeds"),
     (["try", "tricks/gate.py", "--curve=nosuch.csv"], "nosuch.csv"), (["baseline", "--jobs=0"], "--jobs=0"), (["try", "tricks/gate.py", "--table=/dev/null/x.csv"], "--table")])
 def test_bad_input_is_one_sentence(flags, why, command):
     done = command(*flags)
