@@ -155,6 +155,19 @@ def test_the_older_grid_on_the_page(cli, tmp_path):
         assert found >= wanted
 
 
+def test_experts_as_a_trick_on_the_page():
+    """The experts of moe.md paired with their dense models, as if no column told them apart."""
+    runs = S.load_runs(F.ROOT / "results" / "moe_runs.csv")
+    with_experts = runs["n_expert"] == 8
+    dense, sparse = S.select(runs, ~with_experts), S.select(runs, with_experts)
+    sparse["n_expert"] = np.zeros_like(sparse["n_expert"])
+    result = V.judge(dense, sparse, "experts")
+    assert result["pairs"] == 12 and result["decided"] == "not decided"
+    for key in ("multiplier", "plain"):
+        text = V.percent_text(result[key], result[f"{key}_ci"]).replace(" of the compute", "")
+        assert text in PAGE.split("## Experts, on their own grid")[1], text
+
+
 def test_table_of_depths_is_the_lowest_losses():
     """Plain with 10 layers, the loop, the loop with gradients through its last pass, plain with 4 layers."""
     lowest = {}
