@@ -29,8 +29,8 @@ from lib.console import add_command, misused, stop
 from lib.files import ROOT, check_writable, write_json, writing
 from lib.plots_runs import plot_law, plot_scoreboard
 from optima import cmd_allocate, cmd_isoflop
-from runs import (CONVENTIONS, at_budgets, check_fittable, load_runs, loops_needed, nominal_budgets, number, read_rows,
-                  select)
+from runs import (CONVENTIONS, at_budgets, check_fittable, load_runs, load_tables, loops_needed, nominal_budgets, number,
+                  read_rows, select)
 from sweep import GRIDS, cmd_collect, cmd_plan
 from verdict import cmd_verdict
 
@@ -74,18 +74,18 @@ def print_fit(runs, fit, draws, convention):
 # --- commands ---
 
 def cmd_fit(args):
-    runs = load_runs(args.runs, args.convention)
+    runs, path = load_tables(args.runs, args.convention), " and ".join(args.runs)
     if args.budgets:
-        runs = at_budgets(runs, args.budgets, args.runs)
+        runs = at_budgets(runs, args.budgets, path)
     if args.max_tokens:
         runs = select(runs, runs["tokens"] <= args.max_tokens)
     if args.form is None:                        # plain models have no recurrence to fit
         args.form = "power" if (runs["n_loop"] > 1).any() else "none"
-    check_fittable(runs, args.runs, args.form)
+    check_fittable(runs, path, args.form)
     if args.plot and args.form != "power":
         stop(f"--plot draws r^phi and --form={args.form} has none: use --form=power")
     if args.compare and len(np.unique(runs["budget"])) == 1:
-        stop(f"--compare predicts each budget from the others and {args.runs} has one only: add a budget")
+        stop(f"--compare predicts each budget from the others and {path} has one only: add a budget")
     fit = fit_law(runs, args.form)
     draws = bootstrap(fit, bootstrap_weights(runs, args.resamples))
     no_interval = why_no_interval(draws)
@@ -299,7 +299,7 @@ def parse_args():
     add = add_command(commands, cmd_collect, "one table, to stdout, from the summary.json files of finished runs")
     add("folders", "the --out_dir folders of train.py", nargs="+")
     add = add_command(commands, cmd_fit, "fit the joint law, with intervals")
-    add("runs", table)
+    add("runs", f"{table}; several are taken as one", nargs="+")
     add("--convention", where, **convention)
     add("--budgets", "only the runs at these training FLOPs (default: all)", **reals)
     add("--form", "recurrence term: power is r^phi, none phi = 0, full phi = 1, free a multiplier for each r (default "
@@ -310,7 +310,7 @@ def parse_args():
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
     add("--json", "also write the numbers to this file", metavar="FILE")
     add = add_command(commands, cmd_isoflop, "the optimum of each budget by parabolas, and its exponents")
-    add("runs", table)
+    add("runs", f"{table}; several are taken as one", nargs="+")
     add("--by", "columns that tell variants apart, such as n_loop,n_expert (default n_loop)", default="n_loop")
     add("--resamples", "resamples for the intervals (default 1000)", **resamples)
     add = add_command(commands, cmd_allocate, "the best width under the law, and what the same loss costs at r=1")

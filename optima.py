@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from law import fit_law, label_groups, predict_at, span
 from lib.console import stop
-from runs import SAME_BUDGET, check_fittable, count_parameters, load_runs, select
+from runs import SAME_BUDGET, check_fittable, count_parameters, load_runs, load_tables, select
 
 
 # --- isoflop ---
@@ -57,15 +57,15 @@ def find_optimum(cell, noise, n, rng):
     return [n_star, d_star, lowest]
 
 
-def columns_of_variants(runs, args):
-    """The columns of --by, and sweep if there are several. Stops where runs of one cell would differ in another one."""
-    by = args.by.split(",")
+def columns_of_variants(runs, names, path):
+    """The columns of --by=names, and sweep if there are several. Stops where runs of a cell would differ in another."""
+    by = names.split(",")
     sweeps = np.unique(runs["sweep"])
     if "sweep" not in by and len(sweeps) > 1:
         by = ["sweep", *by]
     unknown = [k for k in by if k not in runs]
     if unknown:
-        stop(f"--by={args.by}: {args.runs} has no column {', '.join(map(repr, unknown))}; it has {', '.join(runs)}")
+        stop(f"--by={names}: {path} has no column {', '.join(map(repr, unknown))}; it has {', '.join(runs)}")
     n_variants = label_groups(runs, *by).max()
     pooled = []
     for key in ("n_loop", "n_expert", "inject", "trick"):
@@ -73,8 +73,8 @@ def columns_of_variants(runs, args):
         if finer.max() > n_variants:
             pooled.append(key)
     if pooled:
-        stop(f"--by={args.by}: {args.runs} has runs that differ in {', '.join(pooled)}, which one parabola would mix: "
-             f"use --by={','.join([args.by, *pooled])}")
+        stop(f"--by={names}: {path} has runs that differ in {', '.join(pooled)}, which one parabola would mix: "
+             f"use --by={','.join([names, *pooled])}")
     return by
 
 
@@ -93,10 +93,10 @@ def pool_noise(cells, path):
 def cmd_isoflop(args):
     """Optima without a law: a parabola of loss in log N for each variant and budget, N the matrix parameters n_once +
     n_rec: those stored, and of experts those that work on one token."""
-    runs = load_runs(args.runs)
-    by = columns_of_variants(runs, args)
+    runs, path = load_tables(args.runs), " and ".join(args.runs)
+    by = columns_of_variants(runs, args.by, path)
     cells = fit_parabolas(runs, by)
-    noise = pool_noise(cells, args.runs)
+    noise = pool_noise(cells, path)
     (baseline, _), *_ = cells
     title = ",".join(by)
     print(f"95% intervals: {args.resamples} parabolas refitted to noise of sd {noise:.4f} nats, pooled over all\n"

@@ -125,6 +125,18 @@ def load_runs(path, convention="written"):
     return runs
 
 
+def load_tables(paths, convention="written"):
+    """load_runs of several tables as one, with the columns that all of them have."""
+    tables = [load_runs(path, convention) for path in paths]
+    columns = set.intersection(*(set(table) for table in tables))
+    runs = {key: np.concatenate([table[key] for table in tables]) for key in tables[0] if key in columns}
+    runs["budget"] = nominal_budgets(runs["flops"])
+    identities = set(zip(*(runs[key] for key in IDENTITY)))
+    if len(identities) < len(runs["budget"]):
+        stop(f"{' and '.join(map(str, paths))} hold a run twice (same {', '.join(IDENTITY)}): keep one of them")
+    return runs
+
+
 # Where the injection matrix W (d x 2d) is counted: phi depends on it, N_eff/N(r=1) hardly does.
 CONVENTIONS = {"written": "injection matrix in N_rec, the formula the paper prints",
                "inj_once": "injection matrix in N_once",

@@ -162,3 +162,22 @@ def plot_repeats(rows, words, error, path):
         axis.minorticks_off()
         finish(axis, f"{share:.0%} of the text", "training FLOPs, at the best width", "loss, nats per token")
     save(fig, path)
+
+
+def plot_depths(rows, models, path):
+    """rows of depth_study.compare_models; models: their names in order, the first of which is the zero of the axis."""
+    fig, axis = pyplot().subplots(figsize=(8.5, 5.2))
+    for i, model in enumerate(models):
+        line = [row for row in rows if row["model"] == model]
+        style = dict(color=f"C{i}", ls="--" if "4 layers" in model else "-", marker="o", label=model)
+        side_by_side = values(line, "budget") * 1.03 ** (i - len(models) / 2)
+        axis.errorbar(side_by_side, values(line, "difference"), values(line, "half"), **style)
+    axis.set_xscale("log")
+    budgets = sorted({row["budget"] for row in rows})
+    axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
+    axis.minorticks_off()
+    lowest = [min((row for row in rows if row["budget"] == budget), key=lambda row: row["loss"]) for budget in budgets]
+    shallow = sum("4 layers" in row["model"] for row in lowest)
+    finish(axis, f"A model of 4 layers is the best at {shallow} of {len(budgets)} budgets",
+           "training FLOPs, each model at its best width", f"nats per token, less {models[0]}")
+    save(fig, path)

@@ -8,6 +8,7 @@ python -m pytest tests/test_fit_law.py -m study -n 0 -s
 import csv
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -193,6 +194,23 @@ OPTIMA = {1: "2.8523 67.8 2.7184 108.9 2.6048 166.6 2.4976 253.3 2.4014 353.4 2.
 def estimates(line):
     """The numbers that stand before each [low, high]."""
     return [float(part.split()[-1]) for part in line.split("[")[:-1]]
+
+
+def test_two_tables_are_fitted_as_one(cli, tmp_path):
+    """Half of the published runs in each of two files: the same numbers as from one. A run in both files is refused."""
+    rows = rows_of()
+    halves = [write_rows(tmp_path / name, part) for name, part in (("a.csv", rows[::2]), ("b.csv", rows[1::2]))]
+    for command, *flags in (["fit", "--resamples=20"], ["isoflop", "--resamples=20"]):
+        one, two = cli(command, F.PUBLISHED, *flags), cli(command, *halves, *flags)
+        assert one.returncode == two.returncode == 0
+        assert numbers_in(one.stdout) == pytest.approx(numbers_in(two.stdout), rel=1e-3)
+    twice = cli("fit", F.PUBLISHED, halves[0])
+    assert twice.returncode == 2 and "hold a run twice" in twice.stderr and twice.stderr.count("\n") == 1
+
+
+def numbers_in(text):
+    """The estimates in a text, without the intervals."""
+    return [float(word) for word in re.sub(r"\[.*?\]", "", text).split() if re.fullmatch(r"-?[\d.]+(e[+-]\d+)?", word)]
 
 
 def test_isoflop_optima_and_exponents(cli):

@@ -168,29 +168,6 @@ def test_experts_as_a_trick_on_the_page():
         assert text in PAGE.split("## Experts, on their own grid")[1], text
 
 
-def test_table_of_depths_is_the_lowest_losses():
-    """Plain with 10 layers, the loop, the loop with gradients through its last pass, plain with 4 layers."""
-    lowest = {}
-    for name in ("pocket_runs.csv", "baseline_runs.csv", "try_runs.csv", "depth_runs.csv"):
-        for row in rows_of(name):
-            layers = 2 + int(row["n_loop"]) * int(row["n_recur"])
-            truncated = row["sweep"] == "last_pass" or "loop10" in row["run"]
-            if row["seed"] not in ("42", "43") or row["n_loop"] == "8" or name == "try_runs.csv" and not truncated:
-                continue
-            kind = (layers, row["n_loop"] == "1", truncated)
-            budget = min((1.5e12, 3.8e12, 9.6e12, 2.4e13), key=lambda b: abs(np.log(float(row["flops"]) / b)))
-            lowest.setdefault((budget, kind, row["seed"]), []).append(float(row["val_loss"]))
-    kinds = [(10, True, False), (10, False, False), (10, False, True), (4, True, False)]
-    for budget in ("1.5e12", "3.8e12", "9.6e12", "2.4e13"):
-        losses = []
-        for kind in kinds:
-            found = [lowest.get((float(budget), kind, seed)) for seed in ("42", "43")]
-            losses.append([min(of_seed) for of_seed in found if of_seed])
-        best = min(np.mean(both) for both in losses)
-        cells = [bold(" / ".join(f"{loss:.3f}" for loss in both), np.mean(both) == best) for both in losses]
-        assert f"| {budget} | {' | '.join(cells)} |" in PAGE
-
-
 def test_too_few_pairs_no_pair_and_other_flops(cli, tmp_path):
     runs = trick_runs("gate")
     few = S.select(runs, runs["n_embd"] == 24)
