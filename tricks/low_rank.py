@@ -6,8 +6,8 @@ last pair. a and b are bare parameters: AdamW moves them and they do not decay, 
 
 Claim: rank 1 is stable, rank 8 under Muon diverged (parameter-golf #1096); no gain at few steps (#363); rank 512 nearly
 closes the gap to the unshared model after uptraining (arXiv 2410.20672, abstract).
-Here (10 pairs of runs, r = 2 and 4, one seed): saves 2% [-2, 5] of the compute, not decided (results/tricks.md). All
-four passes matter then, and the model is no better.
+Here (10 pairs of runs, r = 2 and 4, one seed): saves 2% [-2, 5] of the compute, not decided (results/tricks.md); rank 4
+costs 2% [-4, 7]. All four passes matter then, and the model is no better.
 """
 import torch
 import torch.nn as nn
