@@ -2,14 +2,15 @@
 A loop, or fewer layers? Both make a model smaller. At equal FLOPs, and each at its best width: the plain model of 10
 layers, the loop of 10 with gradients through all passes or through the last one only, and models of 4 layers.
 
-    python depth_study.py plan > out/depth.sh              # 68 runs of half a minute to 5 minutes of a core
+    python depth_study.py show                             # 1 s: the table, and depth.png, from the runs in results/
+    python depth_study.py plan > out/depth.sh              # to run them again: 112, half a minute to 5 minutes of a core
     python sweep.py run out/depth.sh
-    python fit_law.py collect out/plain-10/* out/last_pass-10/* > out/ten.csv                 # and the others
-    python depth_study.py show                             # the table, and depth.png
+    python fit_law.py collect out/{plain,loop,last_pass}-{4,10}/C* > out/depth.csv
+    python depth_study.py show --runs out/depth.csv
 
-The committed tables take the plain model of 10 layers and its loop from sweeps that ran anyway: those of the baseline,
-of the pocket recipe and of `sweep.py try`. A run that two tables hold is taken from the first. Intervals come from the
-noise between seeds. The best width is that of the lowest mean, of the widths below.
+The tables in results/ have some of the runs from other sweeps: those of the baseline, of the pocket recipe and of
+`sweep.py try`. A run that two tables hold is taken from the first. Intervals come from the noise between seeds. The best
+width is that of the lowest mean, of the widths below.
 """
 import argparse
 import shlex
