@@ -3,14 +3,14 @@ A loop, or fewer layers? Both make a model smaller. At equal FLOPs, and each at 
 layers, the loop of 10 with gradients through all passes or through the last one only, and models of 4 layers.
 
     python depth_study.py show                             # 1 s: the table, and depth.png, from the runs in results/
-    python depth_study.py plan > out/depth.sh              # to run them again: 112, half a minute to 5 minutes of a core
+    python depth_study.py plan > out/depth.sh              # to run them again: 112, 22 seconds to 7 minutes of a core
     python sweep.py run out/depth.sh
     python fit_law.py collect out/{plain,loop,last_pass}-{4,10}/C* > out/depth.csv
     python depth_study.py show --runs out/depth.csv
 
 The tables in results/ have some of the runs from other sweeps: those of the baseline, of the pocket recipe and of
-`sweep.py try`. A run that two tables hold is taken from the first. Intervals come from the noise between seeds. The best
-width is that of the lowest mean, of the widths below.
+`sweep.py try`. A run that two tables hold is taken from the first. Intervals come from the noise between seeds. The
+best width is that of the lowest mean, of the widths below.
 """
 import argparse
 import shlex
@@ -37,6 +37,7 @@ MODELS = {                                       # layers, passes, and whether g
     "plain, 4 layers": (4, 1, False),
     "4 layers, last pass, r = 2": (4, 2, True),
 }
+SWEEPS = ("plain", "loop", "last_pass", "baseline", "pocket")  # how the sweeps of such runs begin
 PLAIN = next(iter(MODELS))                       # what the others are compared with
 
 
@@ -63,7 +64,13 @@ def cmd_plan(args):
 # --- what came out ---
 def read_tables(paths):
     """The runs of all tables at the widths of this study, with `layers` (n,) and `last_pass` (n,), 0 or 1."""
-    runs = load_tables(paths)
+    runs, names = load_tables(paths), " and ".join(map(str, paths))
+    missing = [key for key in ("n_prelude", "n_recur", "n_coda") if key not in runs]
+    if missing:
+        stop(f"{names} lack the column {', '.join(missing)}: give tables made by `collect`")
+    others = [sweep for sweep in np.unique(runs["sweep"]) if not sweep.startswith(SWEEPS)]
+    if others:
+        stop(f"{names} have runs of {others[0]}, which may be a trick's: give tables of {', '.join(SWEEPS)} only")
     runs["layers"] = runs["n_prelude"] + runs["n_loop"] * runs["n_recur"] + runs["n_coda"]
     runs["last_pass"] = np.array([sweep.startswith("last_pass") for sweep in runs["sweep"]], float)
     budgets = np.array(list(WIDTHS))
@@ -75,8 +82,10 @@ def read_tables(paths):
         same_flops = abs(runs["flops"][row] / runs["budget"][row] - 1) < 0.01
         if key not in seen and same_flops and runs["n_embd"][row] in WIDTHS[runs["budget"][row]]:
             keep.append(row)
-        seen.add(key)
-    return select(runs, np.array(keep, int))
+            seen.add(key)
+    if not keep:
+        stop(f"{names} have no run at the FLOPs and widths of this study: run what `depth_study.py plan` prints")
+    return select(runs, np.array(keep))
 
 
 def best_of(runs, model, budget):
@@ -113,7 +122,7 @@ def compare_models(runs):
 
 
 def line_of(row):
-    """A row as the table of results/tricks.md has it."""
+    """A row of the printed table; results/depth.md has a column for each budget."""
     text = "| {budget:g} | {model} | {width} | {loss:.3f} ({seeds}) |".format(**row).replace("e+", "e")
     low, high = row["difference"] - row["half_difference"], row["difference"] + row["half_difference"]
     return text + (f" {row['difference']:+.3f} [{low:+.3f}, {high:+.3f}] |" if row["difference"] else " |")

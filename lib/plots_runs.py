@@ -1,4 +1,4 @@
-"""Pictures of tables of runs: the law, the verdicts on tricks, models started from others, repeated text."""
+"""Pictures of tables of runs: the law, the verdicts on tricks, models started from others, repeated text, depths."""
 import numpy as np
 
 from lib.plots import GREY, finish, legend_under, pyplot, save, values
@@ -178,6 +178,6 @@ def plot_depths(rows, models, path):
     axis.minorticks_off()
     lowest = [min((row for row in rows if row["budget"] == budget), key=lambda row: row["loss"]) for budget in budgets]
     shallow = sum("4 layers" in row["model"] for row in lowest)
-    finish(axis, f"A model of 4 layers is the best at {shallow} of {len(budgets)} budgets",
+    finish(axis, f"Models of 4 layers have the lowest loss at {shallow} of {len(budgets)} budgets",
            "training FLOPs, each model at its best width", f"nats per token, less {models[0]}")
     save(fig, path)

@@ -59,12 +59,26 @@ def test_the_best_width_and_its_difference_by_hand(tmp_path, capsys):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("seeds, why", [([42], "tell the noise"), ([42, 43], "10 layers at 3.8e+12")])
-def test_tables_that_do_not_do(tmp_path, capsys, seeds, why):
-    write_table(tmp_path / "a.csv", [dict(flops=1.5e12, val_loss=3, seed=seed) for seed in seeds])
+@pytest.mark.parametrize("seeds, changes, why", [
+    ([42], {}, "tell the noise"), ([42, 43], {}, "10 layers at 3.8e+12"), ([42, 43], {"sweep": "gate"}, "runs of gate"),
+    ([42, 43], {"flops": 5e12}, "no run at the FLOPs"), ([42, 43], {"n_embd": 96}, "no run at the FLOPs")])
+def test_tables_that_do_not_do(tmp_path, capsys, seeds, changes, why):
+    write_table(tmp_path / "a.csv", [{"flops": 1.5e12, "val_loss": 3, "seed": seed, **changes} for seed in seeds])
     with pytest.raises(SystemExit):
         D.main(["show", "--runs", str(tmp_path / "a.csv")])
     assert why in capsys.readouterr().err
+
+
+def test_a_run_of_other_flops_does_not_stand_for_one(tmp_path):
+    write_table(tmp_path / "a.csv", [dict(flops=6e11, val_loss=4), dict(flops=1.5e12, val_loss=3)])
+    assert D.read_tables([str(tmp_path / "a.csv")])["val_loss"].tolist() == [3]
+
+
+def test_a_table_without_depths(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("N,D,loss\n1e5,1e6,3\n2e5,1e6,2.9\n")
+    with pytest.raises(SystemExit):
+        D.main(["show", "--runs", str(tmp_path / "a.csv")])
+    assert "lack the column n_prelude" in capsys.readouterr().err
 
 
 def test_runs_that_two_tables_hold_are_the_same():

@@ -166,6 +166,7 @@ def test_experts_as_a_trick_on_the_page():
     for key in ("multiplier", "plain"):
         text = V.percent_text(result[key], result[f"{key}_ci"]).replace(" of the compute", "")
         assert text in PAGE.split("## Experts, on their own grid")[1], text
+    assert f"{result['share']:.2f} {V.bracket(result['share_ci'], '.2f')}" in PAGE.split("## Experts, on their own grid")[1]
 
 
 def test_too_few_pairs_no_pair_and_other_flops(cli, tmp_path):
