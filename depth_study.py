@@ -12,13 +12,12 @@ The tables in results/ have some of the runs from other sweeps: those of the bas
 `sweep.py try`. A run that two tables hold is taken from the first. Intervals come from the noise between seeds. The
 best width is that of the lowest mean, of the widths below.
 """
-import argparse
 import shlex
 
 import numpy as np
 from scipy.stats import t
 
-from lib.console import add_command, misused, stop
+from lib.console import add_command, parser_of_commands, stop
 from lib.files import ROOT
 from lib.plots_runs import plot_depths
 from runs import load_tables, select
@@ -140,10 +139,7 @@ def cmd_show(args):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = misused
-    commands = parser.add_subparsers(required=True)
+    parser, commands = parser_of_commands(__doc__)
     add = add_command(commands, cmd_plan, "print the commands of the runs")
     add("--seeds", "a run for each (default: 42 43)", type=int, nargs="+", default=[42, 43])
     add = add_command(commands, cmd_show, "compare the models")

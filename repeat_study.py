@@ -13,7 +13,6 @@ abstract). Who has little text may also train a smaller model, or stop earlier. 
 width and length of training, of those that were run for all kinds. Intervals come from the noise between seeds of all
 these runs. They do not say that the best of several is better by luck than it would be again.
 """
-import argparse
 import re
 import shlex
 from itertools import product
@@ -21,7 +20,7 @@ from itertools import product
 import numpy as np
 from scipy.stats import t
 
-from lib.console import add_command, misused, stop
+from lib.console import add_command, parser_of_commands, stop
 from lib.plots_runs import plot_repeats
 from runs import load_runs
 from sweep import plan_runs
@@ -133,10 +132,7 @@ def cmd_show(args):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = misused
-    commands = parser.add_subparsers(required=True)
+    parser, commands = parser_of_commands(__doc__)
     add = add_command(commands, cmd_plan, "print the commands of the runs")
     add("--seeds", "a run for each (default: 42 43)", type=int, nargs="+", default=[42, 43])
     add("--widths", "n_embd (default: 64 96)", type=int, nargs="+", default=[64, 96])

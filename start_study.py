@@ -13,13 +13,12 @@ Claims: uptraining recovers a looped model (arXiv 2410.20672); growing untied sa
 2609.19107). The difference is paired by seed with the runs from scratch of results/baseline_runs.csv. Two seeds are too
 few to tell their own scatter, so the interval comes from the noise between seeds of the whole baseline (verdict.py).
 """
-import argparse
 import re
 
 import numpy as np
 from scipy.stats import t
 
-from lib.console import add_command, misused, stop
+from lib.console import add_command, parser_of_commands, stop
 from lib.plots_runs import plot_starts
 from runs import load_runs, read_rows, select
 from verdict import seed_noise
@@ -118,10 +117,7 @@ def cmd_show(args):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = misused
-    commands = parser.add_subparsers(required=True)
+    parser, commands = parser_of_commands(__doc__)
     add = add_command(commands, cmd_plan, "print the commands of one part")
     add("part", "first: the runs to start from; then: those that start from them", choices=["first", "then"])
     add = add_command(commands, cmd_show, "compare with runs from scratch")

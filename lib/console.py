@@ -15,6 +15,14 @@ def misused(sentence):
     stop(f"{sentence}; -h lists the flags")
 
 
+def parser_of_commands(description):
+    """A parser for a script of several commands, and where add_command adds them."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = misused
+    return parser, parser.add_subparsers(required=True)
+
+
 def add_command(commands, function, text):
     """Add the command of a function called cmd_NAME to commands, of parser.add_subparsers. Returns what adds its flags:
     add(name, help, ...)."""

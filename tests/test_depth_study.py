@@ -104,6 +104,18 @@ def test_the_table_on_the_page():
         assert f"| {model} | {' | '.join(cells)} |" in PAGE, f"| {model} | {' | '.join(cells)} |"
 
 
+def test_loop_of_4_layers_less_the_plain_one_on_the_page():
+    rows, _, _ = D.compare_models(D.read_tables(D.TABLES))
+    loss = {(row["model"], row["budget"]): row["loss"] for row in rows}
+    differences = [loss["4 layers, last pass, r = 2", budget] - loss["plain, 4 layers", budget] for budget in D.WIDTHS]
+    first, second, third, fourth = [f"{value:+.3f}" for value in differences]
+    half = next(row["half"] for row in rows if row["model"] == "plain, 4 layers") * 2 ** 0.5           # two seeds each
+    mean = sum(differences) / 4
+    words = " ".join(PAGE.split())
+    assert f"{first}, {second}, {third} and {fourth} (each +- {half:.3f})" in words
+    assert f"on average {mean:+.3f} [{mean - half / 2:+.3f}, {mean + half / 2:+.3f}]" in words
+
+
 def cell_of(row, is_lowest):
     if row is None:
         return "not run"

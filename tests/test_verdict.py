@@ -169,6 +169,15 @@ def test_experts_as_a_trick_on_the_page():
     assert f"{result['share']:.2f} {V.bracket(result['share_ci'], '.2f')}" in PAGE.split("## Experts, on their own grid")[1]
 
 
+def test_table_of_rates_on_the_page():
+    losses = {}
+    for row in rows_of("rate_runs.csv"):
+        losses.setdefault(row["sweep"], []).append(f"{float(row['val_loss']):.3f}")
+    for rate in ("0.01", "0.04"):
+        without, scaled = losses[f"rate_{rate}"], losses[f"residual_scale_rate_{rate}"]
+        assert f"| {rate} | {' / '.join(without)} | {' / '.join(scaled)} |" in PAGE
+
+
 def test_too_few_pairs_no_pair_and_other_flops(cli, tmp_path):
     runs = trick_runs("gate")
     few = S.select(runs, runs["n_embd"] == 24)
